@@ -1,0 +1,1 @@
+"""rlframe: reinforcement learning of language models from single, asynchronous rollouts."""

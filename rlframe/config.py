@@ -1,0 +1,310 @@
+"""One schema for a whole job; the YAML groups under ``configs/`` hold only what differs from it.
+
+Plain dataclasses, so that the library can be used without Hydra. Composition (Hydra) and the checks across settings live
+in `trainer.compose` and `rlframe.checks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+
+class ConfigError(ValueError):
+    """A setting, or a pair of settings, that is refused; the message is one sentence for the user."""
+
+
+@dataclass
+class ModelConfig:
+    """The base model that every role starts from."""
+
+    name: str = "tiny"
+    """What it is called in logs."""
+    builder: Optional[str] = None
+    """``tiny`` or ``smollm2``: made (or unpacked) once into the cache; null: ``path`` is used as it is."""
+    path: Optional[str] = None
+    """A local Hugging Face folder (weights, config, tokenizer)."""
+    build: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the builder."""
+    dtype: str = "float32"
+    """Dtype of the trainer's forward and backward; master weights and optimiser are always float32."""
+    attn_implementation: str = "sdpa"
+    """Attention kernel of transformers."""
+    trust_remote_code: bool = False
+    """Run code that a model folder ships."""
+
+
+@dataclass
+class TaskConfig:
+    """Where prompts come from and how answers are rewarded."""
+
+    name: str = "arithmetic"
+    """Name of the environment: arithmetic, countdown, jsonl, parquet."""
+    train: Optional[str] = None
+    """File of training prompts (jsonl, parquet)."""
+    eval: Optional[str] = None
+    """File of held-out prompts; without one, ``eval.size`` problems are held out from ``train``."""
+    reward: Optional[str] = None
+    """Reward function of a prompt file, as ``module:function``."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: a string, or chat messages."""
+    chat_template: Optional[bool] = None
+    """Render string prompts through the tokenizer's chat template; null: only chat messages are rendered."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """A point in the space of algorithms; a preset is a named point."""
+
+    description: str = ""
+    """One line for ``rlframe presets``."""
+    policy_loss: str = "reinforce"
+    """``reinforce``, ``dis``, ``ppo_clip`` or ``cispo``."""
+    clip_low: float = 0.2
+    """Lower clip: the ratio band of dis, ppo_clip and cispo starts at 1 - clip_low."""
+    clip_high: float = 0.2
+    """Upper clip: the ratio band ends at 1 + clip_high."""
+    rollout_is: Optional[str] = None
+    """Importance weight of trainer against sampler: null, ``token`` or ``sequence``."""
+    rollout_is_threshold: Any = 2.0
+    """A number c (truncate at c) or ``"lo_hi"`` (zero outside the band)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: Optional[str] = None
+    """Rejection: ``token_k1``.. ``seq_max_k3``, or null."""
+    rollout_rs_threshold: Any = None
+    """A number (upper bound) or ``"lo_hi"``."""
+    score_centering: bool = False
+    """Subtract the sampler's expected score from every score; needs heads from the rollout workers."""
+    advantage: str = "gae"
+    """``gae`` (critic), ``running_mean``, ``group`` or ``none``."""
+    rollouts_per_prompt: int = 1
+    """Rollouts of one prompt; above 1 for ``group``."""
+    normalize_advantages: bool = False
+    """``group``: divide by the standard deviation of the group."""
+    running_mean_decay: float = 0.95
+    """``running_mean``: weight of the past at every step."""
+    gamma: float = 1.0
+    """Discount per action token."""
+    lambda_critic: float = 1.0
+    """GAE lambda of the critic's targets."""
+    lambda_policy: Any = "adaptive"
+    """GAE lambda of the policy's advantages: a number, or ``adaptive`` for 1 - 1 / (lambda_alpha * length)."""
+    lambda_alpha: float = 1.5
+    """alpha of the adaptive lambda."""
+
+
+@dataclass
+class RolloutConfig:
+    """The samplers."""
+
+    engine: str = "vllm"
+    """``vllm`` or ``torch``."""
+    workers: int = 1
+    """Rollout workers, each one Ray actor that owns one engine."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    top_p: float = 1.0
+    """Nucleus mass."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens only; 0 means all."""
+    min_p: float = 0.0
+    """Drop tokens below this fraction of the likeliest."""
+    head_size: int = 128
+    """k of the top-k log-probabilities returned for every token, capped at the vocabulary; used with score centering."""
+    max_new_tokens: int = 64
+    """Budget of sampled tokens per turn."""
+    max_model_len: int = 1024
+    """Longest trajectory the engine can hold, prompt included."""
+    weight_sync: str = "auto"
+    """``merged`` or ``adapter`` (LoRA actor), ``full`` (full weights); auto: merged or full."""
+    dtype: str = "float32"
+    """Dtype of the engine's weights."""
+    max_concurrency: int = 256
+    """Episodes that one worker runs at once."""
+    probe_every: int = 10
+    """Every so many weight syncs the engine's log-probabilities of a fixed prompt are compared with the actor's; 0: never."""
+    probe_tolerance: float = 1e-3
+    """Largest difference accepted by that comparison, nats (raise it for bfloat16 engines)."""
+    timeout_s: float = 600.0
+    """Longest time one episode or one engine call may take."""
+    cpus: float = 1.0
+    """CPUs that Ray reserves for a worker."""
+    gpus: float = 0.0
+    """GPUs that Ray reserves for a worker."""
+    tensor_parallel_size: int = 1
+    """GPUs that one engine spans."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the engine."""
+
+
+@dataclass
+class OptimConfig:
+    """AdamW with a schedule and a gradient clip."""
+
+    lr: float = 1e-6
+    """Learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Adam's decay rates."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Optional[float] = 1.0
+    """Clip of the global gradient norm; null: none."""
+    schedule: str = "constant"
+    """``constant``, ``linear`` or ``cosine`` after the warm-up."""
+    warmup_steps: int = 0
+    """Optimiser steps of linear warm-up."""
+    total_steps: Optional[int] = None
+    """Optimiser steps after which a decaying schedule ends."""
+    min_lr_ratio: float = 0.0
+    """Fraction of lr that a decaying schedule ends at."""
+
+
+@dataclass
+class LoraConfig:
+    """A low-rank adapter (PEFT)."""
+
+    rank: int = 16
+    """Rank of the factors."""
+    alpha: float = 32.0
+    """Scale: the adapter adds alpha / rank * B A."""
+    targets: Any = "all-linear"
+    """PEFT target modules: a list of names, a regular expression, or all-linear (every linear layer but the head)."""
+
+
+@dataclass
+class ActorConfig:
+    """The policy that is trained."""
+
+    mode: str = "lora"
+    """``lora`` (an adapter on the frozen base) or ``full`` (all weights)."""
+    ranks: int = 1
+    """Learner processes; the model is sharded over them by FSDP2."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """The adapter, in mode lora."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimiser."""
+    frozen_patterns: list[str] = field(default_factory=list)
+    """Parameters whose name contains one of these do not train."""
+    micro_batch_tokens: int = 16384
+    """Most tokens of one forward and backward pass on one rank."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    cpus: float = 1.0
+    """CPUs that Ray reserves for a rank."""
+    gpus: float = 0.0
+    """GPUs that Ray reserves for a rank."""
+    threads: int = 1
+    """CPU threads of a rank."""
+
+
+@dataclass
+class CriticConfig:
+    """The value model; it exists when ``algorithm.advantage`` is gae."""
+
+    mode: str = "lora"
+    """``lora`` (adapter and value head on the frozen base) or ``full`` (all weights)."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """The adapter, in mode lora."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=5e-6, warmup_steps=10))
+    """The optimiser."""
+    updates_per_step: int = 2
+    """K: critic updates per policy step."""
+    warmup_steps: int = 0
+    """Steps of value pretraining at the start, during which the actor does not move."""
+    vf_coef: float = 1.0
+    """Factor of the value loss."""
+    clip_range: Optional[float] = None
+    """Clip of the new value around the old one; null: none."""
+    frozen_patterns: list[str] = field(default_factory=list)
+    """Parameters whose name contains one of these do not train."""
+    ensemble: int = 1
+    """Critics whose values are averaged; each is one adapter."""
+    per_env: bool = False
+    """One critic for each environment."""
+
+
+@dataclass
+class ClusterConfig:
+    """Ray."""
+
+    address: Optional[str] = None
+    """null: start a local Ray head; ``auto`` or host:port: join a running cluster."""
+    device: str = "auto"
+    """``cpu``, ``cuda`` or auto: cuda where ``actor.gpus`` is above 0."""
+    startup_timeout_s: float = 600.0
+    """Longest time the engines and ranks may take to start."""
+    watchdog_s: float = 900.0
+    """A step that takes longer than this ends the run with a dump of what waits for what."""
+
+
+@dataclass
+class EvalConfig:
+    """Held-out evaluation."""
+
+    every: int = 20
+    """Steps between evaluations; 0: only before the first step and after the last."""
+    size: int = 256
+    """Held-out problems."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Recovery."""
+
+    every: int = 100
+    """Steps between checkpoints; 0: only after the last step."""
+    keep_last: int = 3
+    """Newest checkpoints that are kept."""
+
+
+@dataclass
+class LogConfig:
+    """What a user watches."""
+
+    wandb: str = "auto"
+    """``auto`` (online with a key, else offline), ``online``, ``offline`` or ``disabled``."""
+    project: str = "rlframe"
+    """wandb project."""
+    entity: Optional[str] = None
+    """wandb entity."""
+    rollouts_every: int = 10
+    """Steps between samples of rollouts written to ``rollouts/``; 0: none."""
+    rollouts_count: int = 8
+    """Trajectories in such a sample."""
+    console: bool = True
+    """One line a step and a progress bar."""
+
+
+@dataclass
+class Config:
+    """A whole job."""
+
+    name: str = "run"
+    """Name of the run."""
+    run_dir: str = "runs/${name}"
+    """Run directory."""
+    seed: int = 0
+    """Seed of data order, adapters and, where the engine allows it, sampling."""
+    steps: int = 100
+    """Policy steps."""
+    batch_size: int = 128
+    """Trajectories per step."""
+    max_staleness: int = 2
+    """Policy versions that a trajectory may lag when it is trained on; 0: synchronous."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,1 @@
+"""Losses: one file each; `base` has what they take and give."""

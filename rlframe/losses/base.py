@@ -1,0 +1,66 @@
+"""What every loss takes and gives: one `LossInputs` in, one `LossOutputs` out. No algorithm lives here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rlframe.metrics import Metrics
+from rlframe.types import Batch
+
+
+@dataclass
+class LMHead:
+    """The output projection as the losses need it; logits = softcap(hidden @ weight.T + bias)."""
+
+    weight: Tensor
+    """[V, H] (or [V / shards, H] when vocabulary-parallel), any float dtype; gradients are computed only if it requires them."""
+    bias: Tensor | None = None
+    """[V]"""
+    softcap: float | None = None
+    """Logits are ``softcap * tanh(logits / softcap)`` when set (Gemma 2)."""
+    scale: float = 1.0
+    """Logits are multiplied by this before the soft cap (architectures that scale their logits)."""
+    vocab_start: int = 0
+    """First vocabulary row held here."""
+    group: Any = None
+    """torch.distributed process group over which vocabulary rows are sharded; None when whole."""
+
+
+@dataclass
+class LossInputs:
+    """One micro-batch of whole trajectories on one device."""
+
+    hidden: Tensor
+    """[N, H], last hidden state *after* token n (final norm applied): row n predicts token n + 1 of its trajectory."""
+    batch: Batch
+    """The same N tokens."""
+    lm_head: LMHead | None = None
+    """Present when the session's loss is on tokens."""
+    value_head: Any = None
+    """Callable [*, H] -> [*] in fp32, present when the session has one."""
+
+
+@dataclass
+class LossOutputs:
+    """Raw sums: nothing is divided here, division happens once, by the global count of action tokens."""
+
+    loss: Tensor | None
+    """Scalar sum over the action tokens of the micro-batch; None for forward-only outputs."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """Mergeable sums."""
+    per_token: dict[str, Tensor] = field(default_factory=dict)
+    """Detached float32[N] arrays (``values``, ``logprobs``, ``entropy``, ...), 0 off the mask."""
+    per_trajectory: dict[str, Tensor] = field(default_factory=dict)
+    """Detached float32[B] arrays (``bootstrap``, ...)."""
+
+
+class Loss(Protocol):
+    """A loss is a callable; sessions know no loss by name."""
+
+    needs: str
+    """``"lm_head"`` or ``"value_head"``: which head the session must hand over."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs: ...
