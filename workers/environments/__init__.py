@@ -1,0 +1,45 @@
+"""Environments by name. `base` has the protocol; every other module is one environment."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+from rlframe.config import ConfigError, TaskConfig
+from workers.environments.base import Environment
+
+ENVIRONMENTS = {
+    "arithmetic": "workers.environments.arithmetic:Arithmetic",
+    "countdown": "workers.environments.countdown:Countdown",
+    "jsonl": "workers.environments.prompt_file:PromptFile",
+    "parquet": "workers.environments.prompt_file:PromptFile",
+}
+"""Name to ``module:factory``, imported when it is asked for."""
+
+
+def make_environment(task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int) -> Environment:
+    """Build the environment ``task.name``: one of `ENVIRONMENTS`, or ``module:factory`` of the user's own.
+
+    Args:
+        task: what to build, with its options.
+        tokenizer: a Hugging Face tokenizer.
+        seed: seed of everything the environment draws, except which problems are held out.
+        eval_size: number of held-out problems.
+
+    Raises:
+        ConfigError: unknown name, unknown option, or data that cannot be used; one sentence for the user.
+    """
+    path = ENVIRONMENTS.get(task.name, task.name)
+    if ":" not in path:
+        near = difflib.get_close_matches(task.name, ENVIRONMENTS, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"task.name={task.name} is not an environment; did you mean {near}? "
+            f"(Known: {', '.join(ENVIRONMENTS)}, or module:factory of your own.)"
+        )
+    module, _, factory = path.partition(":")
+    try:
+        build = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"task.name={task.name} cannot be imported: {error}.") from error
+    return build(task, tokenizer, seed=seed, eval_size=eval_size)

@@ -1,0 +1,80 @@
+"""What an environment is: where prompts come from, and how an episode answers the policy's turns.
+
+Tokens in, tokens out: an environment gives a rendered prompt, takes the sampled tokens of one turn, and gives the reward
+and the tokens that come before the next turn. Nothing here knows an engine, Ray or a learner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlframe.types import Prompt
+
+
+@dataclass
+class Problem:
+    """One task instance of a data set; the prompt stream turns it into a `Prompt` each time it is drawn."""
+
+    id: str
+    """Identity in the data set; the same in every run."""
+    tokens: np.ndarray
+    """int32[P], the rendered prompt; never empty."""
+    payload: dict[str, Any] = field(default_factory=dict)
+    """What the episode needs to reward the answer (JSON-like)."""
+
+
+@dataclass
+class StepResult:
+    """What the environment answers to one turn of the policy."""
+
+    reward: float
+    """Reward of this turn."""
+    done: bool
+    """The episode is over."""
+    observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32[O], tokens appended before the next turn; empty when done."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What else is worth logging (JSON-like, small)."""
+
+
+class Episode(Protocol):
+    """One running episode; it belongs to one prompt and is stepped until ``done``."""
+
+    async def step(self, action: np.ndarray, finish: str) -> StepResult:
+        """Answer the turn ``action`` (int32[A], stop token included) that ended because of ``finish`` (stop | length).
+
+        Raises:
+            RewardError: the reward function failed and ``task.on_reward_failure`` is ``raise`` or ``drop``.
+        """
+        ...
+
+
+class Environment(Protocol):
+    """A source of problems and of the episodes that run on them."""
+
+    name: str
+    """What metrics and `Prompt.env` call it."""
+    stop_token_ids: tuple[int, ...]
+    """Sampling one of these ends a turn."""
+    max_turns: int
+    """Most turns of one episode."""
+
+    def train_prompts(self) -> Sequence[Problem]:
+        """The training problems, in the order of the data set (the prompt stream shuffles)."""
+        ...
+
+    def eval_prompts(self) -> Sequence[Problem]:
+        """The held-out problems; none of them is among the training problems."""
+        ...
+
+    def episode(self, prompt: Prompt) -> Episode:
+        """Start an episode on ``prompt``."""
+        ...
+
+
+EnvironmentFactory = Callable[..., Environment]
+"""Called as ``factory(task, tokenizer, seed=..., eval_size=...)``; see `make_environment`."""
