@@ -1,0 +1,49 @@
+"""The prompt stream: every training problem once an epoch, in an order that depends on the seed and the epoch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlframe.types import Prompt
+from workers.environments.base import Problem
+
+
+class PromptStream:
+    """An endless stream whose whole state is ``position``, the index of the next prompt.
+
+    Prompt ``i`` of the stream is problem ``order(epoch)[i % len]`` with ``epoch = i // len``, so that any prompt, also one that
+    was in flight when a run died, can be made again from its index.
+    """
+
+    def __init__(self, problems: Sequence[Problem], env: str, seed: int) -> None:
+        if not len(problems):
+            raise ValueError("The task has no training prompts.")
+        self.problems, self.env, self.seed = problems, env, seed
+        self.position = 0
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.position / len(self.problems)
+
+    def prompt(self, index: int) -> Prompt:
+        """Prompt number ``index`` of the stream."""
+        epoch, i = divmod(index, len(self.problems))
+        if self._order is None or self._order[0] != epoch:
+            rng = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            self._order = (epoch, rng.permutation(len(self.problems)))
+        return as_prompt(self.problems[int(self._order[1][i])], index, self.env)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts."""
+        prompts = [self.prompt(self.position + i) for i in range(count)]
+        self.position += count
+        return prompts
+
+
+def as_prompt(problem: Problem, index: int, env: str) -> Prompt:
+    """A problem as number ``index`` of a stream."""
+    return Prompt(id=problem.id, index=index, tokens=problem.tokens, env=env, payload=problem.payload)

@@ -1,0 +1,87 @@
+"""What the controller measures itself: rewards, lengths, staleness, where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from rlframe.types import FINISHES, Batch
+
+
+def episode_rewards(batch: Batch) -> np.ndarray:
+    """float64[B], total reward of every trajectory."""
+    return np.add.reduceat(batch.rewards.astype(np.float64), batch.offsets[:-1])
+
+
+def response_lengths(batch: Batch) -> np.ndarray:
+    """int64[B], action tokens of every trajectory."""
+    return np.add.reduceat(batch.action_mask.astype(np.int64), batch.offsets[:-1])
+
+
+def rollout_metrics(batch: Batch) -> dict[str, float]:
+    """``reward/*``, ``response_length/*`` and ``finish/*`` of a training batch."""
+    rewards, lengths = episode_rewards(batch), response_lengths(batch)
+    envs, finish = np.array(batch.envs), np.array(batch.finish)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        **{f"reward/{env}/mean": float(rewards[envs == env].mean()) for env in sorted(set(batch.envs))},
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/clip_ratio": float((finish == "length").mean()),
+        **{f"finish/{reason}": float((finish == reason).mean()) for reason in FINISHES},
+    }
+
+
+def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """``off_policy/{mean,max}``: trainer version at consumption minus the version that sampled the oldest token."""
+    versions = np.where(batch.action_mask, batch.versions, np.iinfo(np.int32).max)
+    oldest = np.minimum.reduceat(versions, batch.offsets[:-1])
+    staleness = version - oldest[oldest != np.iinfo(np.int32).max]
+    if not len(staleness):
+        return {}
+    return {"off_policy/mean": float(staleness.mean()), "off_policy/max": float(staleness.max())}
+
+
+def eval_metrics(batch: Batch, task: str) -> dict[str, float]:
+    """``eval/<task>/reward`` and the mean response length of a held-out batch."""
+    return {
+        f"eval/{task}/reward": float(episode_rewards(batch).mean()),
+        f"eval/{task}/response_length": float(response_lengths(batch).mean()),
+    }
+
+
+class Timers:
+    """Wall-clock seconds of the parts of one step, from its construction to `compute`."""
+
+    def __init__(self) -> None:
+        self.begin = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a part; parts of the same name add up."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def compute(self, batch: Batch, workers: list[dict[str, Any]]) -> dict[str, float]:
+        """``time/*``, ``perf/*`` and ``idle/*``; ``workers``: `RolloutWorker.stats` since the step before."""
+        step = time.perf_counter() - self.begin
+        busy = [min(w["busy_s"] / step, 1.0) for w in workers]
+        return {
+            **{f"time/{name}": seconds for name, seconds in self.seconds.items()},
+            "time/step": step,
+            "perf/tokens_per_s": sum(w["tokens"] for w in workers) / step,
+            "perf/accepted_tokens_per_s": batch.num_actions / step,
+            "idle/trainer": self.seconds.get("wait_for_batch", 0.0) / step,
+            "idle/rollout": 1.0 - float(np.mean(busy)),
+        }

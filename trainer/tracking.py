@@ -1,0 +1,160 @@
+"""What a user watches: one console line a step with a progress bar, ``metrics.jsonl``, wandb, samples of rollouts.
+
+``metrics.jsonl`` is the record: one JSON object a line, no step twice, also after a resume. wandb gets the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from rlframe.config import Config
+from rlframe.types import Batch
+
+
+class Tracker:
+    """Everything that is written about a run while it runs."""
+
+    def __init__(self, config: Config, run_dir: Path, tokenizer: Any, step: int = 0, wandb_id: str | None = None) -> None:
+        """``step``: the step resumed from; lines of later steps, written by an attempt that died, are dropped."""
+        self.config, self.run_dir, self.tokenizer = config, run_dir, tokenizer
+        self.path = run_dir / "metrics.jsonl"
+        _keep_until(self.path, step)
+        self.file = self.path.open("a")
+        self.notes = (run_dir / "logs" / "controller.log").open("a")
+        self.console = Console(quiet=not config.log.console)
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal or not config.log.console,
+        )
+        self.bar = self.progress.add_task(config.name, total=config.steps, completed=step)
+        self.wandb = _start_wandb(config, run_dir, wandb_id)
+        self.last_eval: dict[str, float] = {}
+
+    @property
+    def wandb_id(self) -> str | None:
+        """Id of the wandb run, kept in checkpoints."""
+        return self.wandb.id if self.wandb else None
+
+    def say(self, text: str) -> None:
+        """A line for the console."""
+        self.console.print(text, highlight=False)
+
+    def note(self, text: str) -> None:
+        """A line for ``logs/controller.log`` only."""
+        self.notes.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
+        self.notes.flush()
+
+    def log(self, step: int, metrics: dict[str, float], batch: Batch | None = None) -> None:
+        """Record a step everywhere; numbers that are not finite become null in the file."""
+        row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self.file.write(json.dumps({"step": step, **row}) + "\n")
+        self.file.flush()
+        if self.wandb:
+            self.wandb.log(metrics, step=step)
+        self.last_eval |= {
+            name: value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")
+        }
+        self.say(console_line(step, self.config.steps, metrics))
+        if not self.progress.live.is_started and step < self.config.steps:
+            self.progress.start()
+        self.progress.update(self.bar, completed=step)
+        every = self.config.log.rollouts_every
+        if batch is not None and every and step % every == 0:
+            self._write_rollouts(step, batch)
+
+    def _write_rollouts(self, step: int, batch: Batch) -> None:
+        rows = []
+        for b in range(min(self.config.log.rollouts_count, len(batch))):
+            t = batch.trajectory(b)
+            first = int(np.argmax(t.action_mask))
+            rows.append(
+                {
+                    "step": step,
+                    "prompt_id": t.prompt_id,
+                    "prompt": self.tokenizer.decode(t.tokens[:first]),
+                    "response": self.tokenizer.decode(t.tokens[first:]),
+                    "reward": t.reward,
+                    "finish": t.finish,
+                    "versions": [int(t.versions[t.action_mask].min()), int(t.versions[t.action_mask].max())],
+                }
+            )
+        path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+    def close(self) -> None:
+        """Flush everything; wandb gets the last evaluation as its summary."""
+        with contextlib.suppress(Exception):
+            self.progress.stop()
+        if self.wandb:
+            self.wandb.summary.update(self.last_eval)
+            self.wandb.finish(quiet=True)
+        self.file.close()
+        self.notes.close()
+
+
+def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
+    """One line about a step: what was measured of the things that matter first."""
+    names = {
+        "reward/mean": "reward",
+        "critic/explained_variance": "ev",
+        "rollout_corr/kl": "kl",
+        "actor/entropy": "entropy",
+        "off_policy/mean": "stale",
+        "time/step": "s/step",
+    }
+    parts = [f"step {step:>{len(str(steps))}}/{steps}"]
+    parts += [f"{label} {metrics[name]:.3g}" for name, label in names.items() if name in metrics]
+    parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")]
+    return "  ".join(parts)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+
+
+def _start_wandb(config: Config, run_dir: Path, run_id: str | None) -> Any:
+    mode = config.log.wandb
+    if mode == "disabled":
+        return None
+    import wandb
+
+    if mode == "auto":
+        has_key = bool(os.environ.get("WANDB_API_KEY")) or ((Path.home() / ".netrc").exists() and wandb.api.api_key)
+        mode = "online" if has_key else "offline"
+    return wandb.init(
+        project=config.log.project,
+        entity=config.log.entity,
+        name=config.name,
+        id=run_id or wandb.util.generate_id(),
+        resume="allow",
+        mode=mode,
+        dir=str(run_dir),
+        config=asdict(config),
+        settings=wandb.Settings(silent=True, console="off"),
+    )

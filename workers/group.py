@@ -1,0 +1,71 @@
+"""The driver's side of the learner: one handle for all ranks. What a rank does is in `workers.learner`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import ray
+
+from rlframe.config import Config
+from rlframe.metrics import Metrics
+from rlframe.types import Batch
+from workers.learner import LearnerRank
+
+
+class LearnerGroup:
+    """All learner ranks; each call runs on every rank at once and its results are put together."""
+
+    def __init__(self, config: Config, model_path: str, log_dir: str | None) -> None:
+        actor = config.actor
+        remote = ray.remote(LearnerRank)
+        self.ranks = [
+            remote.options(
+                name=None,
+                num_cpus=actor.cpus,
+                num_gpus=actor.gpus,
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(actor.threads), "HF_HUB_OFFLINE": "1"}},
+            ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log")
+            for rank in range(actor.ranks)
+        ]
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        return list(await asyncio.gather(*(getattr(rank, method).remote(*args) for rank in self.ranks)))
+
+    async def start(self) -> None:
+        """Form the process group and build the sessions."""
+        address = await self.ranks[0].address.remote()
+        await self._all("start", address)
+
+    async def values(self, batch: ray.ObjectRef) -> tuple[np.ndarray, np.ndarray]:
+        """Values [N] and bootstrap values [B] of the whole batch."""
+        parts = await self._all("values", batch)
+        return np.concatenate([values for values, _ in parts]), np.concatenate([last for _, last in parts])
+
+    async def update_critic(self, batch: ray.ObjectRef) -> Metrics:
+        """One critic step."""
+        return Metrics.merge(await self._all("update_critic", batch))
+
+    async def update_actor(self, batch: ray.ObjectRef) -> Metrics:
+        """One policy step."""
+        return Metrics.merge(await self._all("update_actor", batch))
+
+    async def weight_update(self, version: int, mode: str, dtype: str) -> tuple[ray.ObjectRef, str]:
+        """A reference to the weights (they go from rank 0 to the rollout workers, not through here) and their checksum."""
+        refs = [rank.weight_update.options(num_returns=2).remote(version, mode, dtype) for rank in self.ranks]
+        checksums = await asyncio.gather(*(checksum for _, checksum in refs))
+        return refs[0][0], checksums[0]
+
+    async def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
+        """The policy's log-probabilities of every token of ``batch``."""
+        parts = await self._all("logprobs", batch, temperature)
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    async def save(self, directory: str) -> None:
+        """Every rank writes its part under ``directory`` (a path that all ranks and the driver share)."""
+        await self._all("save", directory)
+
+    async def load(self, directory: str) -> None:
+        """Every rank restores from ``directory``."""
+        await self._all("load", directory)

@@ -1,0 +1,169 @@
+"""One learner rank: a process that hosts the backbones and the roles (actor, critic) on them.
+
+A LoRA actor and its critics share one frozen backbone. A full-weights actor has its own; LoRA critics then share a second,
+frozen one, and a full-weights critic owns its backbone. The controller talks to all ranks through `workers.group`.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+
+from rlframe.backbone import Backbone
+from rlframe.config import Config, LoraConfig
+from rlframe.metrics import Metrics
+from rlframe.sessions import Session, SessionSpec
+from rlframe.types import Batch
+from workers.actor import Actor
+from workers.critic import Critic
+from workers.process import redirect_output
+from workers.rollout.engine import WeightUpdate
+
+
+class LearnerRank:
+    """Ray actor: one rank of the learner group."""
+
+    def __init__(self, config: Config, model_path: str, rank: int, log_file: str | None) -> None:
+        redirect_output(log_file)
+        torch.set_num_threads(config.actor.threads)
+        self.config, self.model_path, self.rank, self.ranks = config, model_path, rank, config.actor.ranks
+        on_gpu = config.cluster.device == "cuda" or (config.cluster.device == "auto" and config.actor.gpus > 0)
+        self.device = torch.device("cuda" if on_gpu else "cpu")
+
+    def address(self) -> str:
+        """A free tcp address on this rank's host, for the rendezvous of the group (asked of rank 0)."""
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return f"tcp://{_node_ip()}:{s.getsockname()[1]}"
+
+    def start(self, address: str) -> None:
+        """Join the process group and build backbones, sessions and roles."""
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo", init_method=address, rank=self.rank, world_size=self.ranks
+        )
+        self.mesh = init_device_mesh(self.device.type, (self.ranks,))
+        _seed_everything(self.config.seed * 1000 + self.rank)
+        actor, critic = self.config.actor, self.config.critic
+        policy_backbone = self._backbone(trainable=actor.mode == "full")
+        spec = SessionSpec(
+            kind=actor.mode,
+            lora=actor.lora if actor.mode == "lora" else None,
+            value_head=False,
+            frozen_patterns=list(actor.frozen_patterns),
+            optim=actor.optim,
+            seed=self.config.seed,
+        )
+        self.actor = Actor(policy_backbone.create_session("actor", spec), self.config)
+        self.critic: Critic | None = None
+        if self.config.algorithm.advantage == "gae":
+            shared = actor.mode == "lora" and critic.mode == "lora"
+            backbone = policy_backbone if shared else self._backbone(trainable=critic.mode == "full")
+            self.critic = Critic(
+                {name: self._critic_session(backbone, name, i) for i, name in enumerate(self._critics())}, self.config
+            )
+
+    def _backbone(self, trainable: bool) -> Backbone:
+        model = self.config.model
+        return Backbone.load(
+            self.model_path,
+            mesh=self.mesh,
+            device=self.device,
+            dtype=model.dtype,
+            trainable=trainable,
+            activation_checkpointing=self.config.actor.activation_checkpointing,
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    def _critics(self) -> list[str]:
+        if self.config.critic.per_env:
+            return [self.config.task.name]
+        return [f"critic_{i}" for i in range(self.config.critic.ensemble)]
+
+    def _critic_session(self, backbone: Backbone, name: str, i: int) -> Session:
+        critic = self.config.critic
+        lora: LoraConfig | None = critic.lora if critic.mode == "lora" else None
+        spec = SessionSpec(
+            kind=critic.mode,
+            lora=lora,
+            value_head=True,
+            frozen_patterns=list(critic.frozen_patterns),
+            optim=critic.optim,
+            seed=self.config.seed + 1 + i,
+        )
+        return backbone.create_session(name, spec)
+
+    def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Values and bootstrap values of this rank's shard of ``batch``."""
+        assert self.critic is not None
+        return self.critic.values(batch.shard(self.rank, self.ranks))
+
+    def update_critic(self, batch: Batch) -> Metrics:
+        """One critic step on ``batch`` (returns and values set); the metrics of this rank's shard."""
+        assert self.critic is not None
+        counts: dict[str, int] = {}
+        for b, env in enumerate(batch.envs):
+            counts[env] = counts.get(env, 0) + int(batch.action_mask[batch.offsets[b] : batch.offsets[b + 1]].sum())
+        return self.critic.update(batch.shard(self.rank, self.ranks), counts)
+
+    def update_actor(self, batch: Batch) -> Metrics:
+        """One policy step on ``batch`` (advantages set); the metrics of this rank's shard."""
+        return self.actor.update(batch.shard(self.rank, self.ranks), batch.num_actions)
+
+    def weight_update(self, version: int, mode: str, dtype: str) -> tuple[WeightUpdate | None, str]:
+        """The weights to serve as ``version`` (rank 0) and their checksum; see `Actor.weight_update`."""
+        return self.actor.weight_update(version, mode, dtype)
+
+    def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
+        """The policy's own log-probabilities of this rank's shard, for the served-weights check."""
+        outputs = self.actor.logprobs(batch.shard(self.rank, self.ranks), temperature)
+        return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
+
+    def save(self, directory: str) -> None:
+        """Write all sessions and this rank's random state under ``directory``."""
+        for name, session in self._sessions().items():
+            session.save(str(Path(directory) / name))
+        save_file(_rng_state(self.device), str(Path(directory) / f"rng_{self.rank:05d}.safetensors"))
+
+    def load(self, directory: str) -> None:
+        """Restore what `save` wrote; the random state only if this rank existed then."""
+        for name, session in self._sessions().items():
+            session.load(str(Path(directory) / name))
+        rng = Path(directory) / f"rng_{self.rank:05d}.safetensors"
+        if rng.exists():
+            _restore_rng(load_file(str(rng)), self.device)
+
+    def _sessions(self) -> dict[str, Session]:
+        return {"actor": self.actor.session, **(self.critic.sessions if self.critic else {})}
+
+
+def _node_ip() -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _restore_rng(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
