@@ -1,0 +1,366 @@
+"""Which configurations make sense; one sentence for each that does not. Composition lives in `trainer.compose`.
+
+Checks look at the resolved `Config` only, so they hold for the command line, for a saved ``config.yaml`` and for a
+`Config` built in Python alike. They need neither Ray nor an engine, and know nothing of the machine (see
+`trainer.placement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from rlframe.config import Config, ConfigError, OptimConfig
+
+POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
+ROLLOUT_IS = ("token", "sequence")
+ROLLOUT_RS = tuple(
+    [f"{level}_k{i}" for level in ("token", "seq_sum", "seq_mean") for i in (1, 2, 3)] + ["seq_max_k2", "seq_max_k3"]
+)
+ADVANTAGES = ("gae", "running_mean", "group", "none")
+ENGINES = ("vllm", "torch")
+DTYPES = ("float32", "bfloat16", "float16")
+PROMPT_FILES = ("jsonl", "parquet")
+HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
+"""Names that architectures give to the output projection."""
+
+
+def check(config: Config) -> None:
+    """Refuse what is out of range or not defined.
+
+    Raises:
+        ConfigError: one sentence that names the setting, or the two settings that do not go together, and what to change.
+    """
+    for part in (
+        _names,
+        _ranges,
+        _sources,
+        _sampling,
+        _correction,
+        _score_centering,
+        _advantage,
+        _sessions,
+        _optimisers,
+        _devices,
+    ):
+        part(config)
+
+
+def unused(config: Config) -> dict[str, str]:
+    """Settings (or sections) without effect in this job -> the reason, to complete "... has no effect"."""
+    a = config.algorithm
+    rules: list[tuple[bool, str, Collection[str]]] = [
+        (
+            a.advantage != "gae",
+            f"with algorithm.advantage={a.advantage}, which has no critic",
+            ("critic", "algorithm.gamma", "algorithm.lambda_critic", "algorithm.lambda_policy", "algorithm.lambda_alpha"),
+        ),
+        (a.advantage != "running_mean", f"with algorithm.advantage={a.advantage}", ("algorithm.running_mean_decay",)),
+        (a.policy_loss == "reinforce", "with algorithm.policy_loss=reinforce", ("algorithm.clip_low", "algorithm.clip_high")),
+        (a.rollout_is is None, "with algorithm.rollout_is=null", ("algorithm.rollout_is_threshold",)),
+        (a.lambda_policy != "adaptive", "with a fixed algorithm.lambda_policy", ("algorithm.lambda_alpha",)),
+        (config.actor.mode == "full", "with actor.mode=full", ("actor.lora",)),
+        (config.critic.mode == "full", "with critic.mode=full", ("critic.lora",)),
+    ]
+    return {key: reason for applies, reason, keys in rules if applies for key in keys}
+
+
+def parse_threshold(value: Any, key: str) -> tuple[float | None, float]:
+    """``c`` -> (None, c), ``"lo_hi"`` -> (lo, hi).
+
+    Raises:
+        ConfigError: neither a positive number nor two of them, lower first.
+    """
+    try:
+        bounds = [float(part) for part in str(value).split("_")]
+    except ValueError:
+        bounds = []
+    good = len(bounds) in (1, 2) and all(0 <= bound < float("inf") for bound in bounds) and bounds[-1] > 0
+    if not good or (len(bounds) == 2 and bounds[0] >= bounds[1]):
+        raise ConfigError(f'{key}={value} is not a threshold; write a positive number (2.0) or a band "lo_hi" ("0.5_5.0").')
+    return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
+
+
+def _refuse(condition: bool, sentence: str) -> None:
+    if condition:
+        raise ConfigError(sentence)
+
+
+def _one_of(key: str, value: Any, allowed: Collection[str], optional: bool = False) -> None:
+    listed = ", ".join([*allowed, *(["null"] if optional else [])])
+    _refuse(value not in allowed and not (optional and value is None), f"{key}={value} is not known; choose one of {listed}.")
+
+
+def _names(config: Config) -> None:
+    a = config.algorithm
+    _one_of("algorithm.policy_loss", a.policy_loss, POLICY_LOSSES)
+    _one_of("algorithm.rollout_is", a.rollout_is, ROLLOUT_IS, optional=True)
+    _one_of("algorithm.rollout_rs", a.rollout_rs, ROLLOUT_RS, optional=True)
+    _one_of("algorithm.advantage", a.advantage, ADVANTAGES)
+    _one_of("rollout.engine", config.rollout.engine, ENGINES)
+    _one_of("rollout.weight_sync", config.rollout.weight_sync, ("auto", "merged", "adapter", "full"))
+    _one_of("actor.mode", config.actor.mode, ("lora", "full"))
+    _one_of("critic.mode", config.critic.mode, ("lora", "full"))
+    _one_of("cluster.device", config.cluster.device, ("auto", "cpu", "cuda"))
+    _one_of("log.wandb", config.log.wandb, ("auto", "online", "offline", "disabled"))
+    for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
+        _one_of(key, dtype, DTYPES)
+
+
+def _at_least(config: Config, low: float, keys: str) -> None:
+    for key in keys.split():
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        _refuse(not value >= low, f"{key}={value} is out of range; it must be at least {low:g}.")
+
+
+def _ranges(config: Config) -> None:
+    _at_least(
+        config,
+        1,
+        "steps batch_size algorithm.rollouts_per_prompt rollout.workers rollout.max_new_tokens rollout.max_model_len "
+        "rollout.max_concurrency rollout.tensor_parallel_size actor.ranks actor.lora.rank actor.micro_batch_tokens "
+        "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble eval.size checkpoint.keep_last",
+    )
+    _at_least(
+        config,
+        0,
+        "seed max_staleness algorithm.clip_low algorithm.clip_high rollout.top_k rollout.min_p rollout.head_size "
+        "rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus critic.warmup_steps "
+        "critic.vf_coef eval.every eval.temperature checkpoint.every log.rollouts_every log.rollouts_count",
+    )
+    for key, seconds in (
+        ("rollout.timeout_s", config.rollout.timeout_s),
+        ("cluster.startup_timeout_s", config.cluster.startup_timeout_s),
+        ("cluster.watchdog_s", config.cluster.watchdog_s),
+    ):
+        _refuse(not seconds > 0, f"{key}={seconds} is out of range; it must be above 0.")
+    warmup, steps = config.critic.warmup_steps, config.steps
+    _refuse(
+        config.algorithm.advantage == "gae" and warmup >= steps,
+        f"critic.warmup_steps={warmup} leaves the actor no step with steps={steps}; lower critic.warmup_steps or raise steps.",
+    )
+
+
+def _sources(config: Config) -> None:
+    model, task = config.model, config.task
+    _refuse(
+        model.path is not None and model.builder is not None,
+        f"model.path and model.builder={model.builder} are both set; choose model=local for a folder of your own.",
+    )
+    _refuse(
+        model.path is None and model.builder is None,
+        "model.path is not set and model.builder is null; set model.path to a local Hugging Face folder or choose model=tiny.",
+    )
+    for key in ("train", "reward"):
+        needed, given = task.name in PROMPT_FILES, getattr(task, key)
+        _refuse(needed and given is None, f"task.{key} is not set and task.name={task.name} needs it; set task.{key}=...")
+        _refuse(
+            not needed and given is not None,
+            f"task.{key}={given} is not used by task.name={task.name}; choose task=jsonl or task=parquet for a file of prompts.",
+        )
+
+
+def _sampling(config: Config) -> None:
+    r = config.rollout
+    _refuse(
+        not r.temperature > 0,
+        f"rollout.temperature={r.temperature} cannot be trained on, since the logits are divided by it; it must be above 0.",
+    )
+    _refuse(not 0 < r.top_p <= 1, f"rollout.top_p={r.top_p} is out of range; it must be above 0 and at most 1.")
+    _refuse(r.min_p > 1, f"rollout.min_p={r.min_p} is out of range; it must be between 0 and 1.")
+    _refuse(
+        r.max_new_tokens >= r.max_model_len,
+        f"rollout.max_new_tokens={r.max_new_tokens} leaves no room for a prompt in rollout.max_model_len={r.max_model_len}; "
+        "raise rollout.max_model_len.",
+    )
+
+
+def _correction(config: Config) -> None:
+    a = config.algorithm
+    _refuse(
+        a.rollout_is is not None and a.policy_loss != "reinforce",
+        f"algorithm.rollout_is={a.rollout_is} would apply the ratio twice with algorithm.policy_loss={a.policy_loss}, "
+        "whose loss already has it; set algorithm.rollout_is=null or algorithm.policy_loss=reinforce.",
+    )
+    _refuse(
+        a.rollout_is_batch_normalize and a.rollout_is is None,
+        "algorithm.rollout_is_batch_normalize=true has no weights to normalise with algorithm.rollout_is=null; "
+        "set algorithm.rollout_is=token or sequence.",
+    )
+    _refuse(
+        a.policy_loss == "dis" and a.clip_low >= 1,
+        f"algorithm.clip_low={a.clip_low} makes the lower end of the ratio band 0 or less with algorithm.policy_loss=dis; "
+        "it must be below 1.",
+    )
+    _refuse(
+        a.policy_loss in ("ppo_clip", "cispo") and a.clip_low > 1,
+        f"algorithm.clip_low={a.clip_low} makes the lower end of the ratio band negative with "
+        f"algorithm.policy_loss={a.policy_loss}; it must be at most 1.",
+    )
+    parse_threshold(a.rollout_is_threshold, "algorithm.rollout_is_threshold")
+    if a.rollout_rs is None:
+        _refuse(
+            a.rollout_rs_threshold is not None,
+            f"algorithm.rollout_rs_threshold={a.rollout_rs_threshold} has no rule to bound with algorithm.rollout_rs=null; "
+            "choose a rule or set algorithm.rollout_rs_threshold=null.",
+        )
+        return
+    _refuse(
+        a.rollout_rs_threshold is None,
+        f"algorithm.rollout_rs={a.rollout_rs} needs a bound and algorithm.rollout_rs_threshold is null; "
+        'set algorithm.rollout_rs_threshold, such as "0.999_1.001".',
+    )
+    parse_threshold(a.rollout_rs_threshold, "algorithm.rollout_rs_threshold")
+
+
+def _score_centering(config: Config) -> None:
+    a, r = config.algorithm, config.rollout
+    if not a.score_centering:
+        return
+    on = "algorithm.score_centering=true"
+    off = "set algorithm.score_centering=false"
+    _refuse(
+        a.policy_loss not in ("reinforce", "dis"),
+        f"{on} is not defined for algorithm.policy_loss={a.policy_loss}, whose weight depends on the advantage or keeps "
+        f"clipped tokens; choose algorithm.policy_loss=reinforce or dis, or {off}.",
+    )
+    _refuse(
+        a.rollout_is == "sequence",
+        f"{on} needs one weight per token and algorithm.rollout_is=sequence gives one per sequence; "
+        f"set algorithm.rollout_is=token or null, or {off}.",
+    )
+    _refuse(
+        a.rollout_is_batch_normalize,
+        f"{on} needs weights that depend on one token only and algorithm.rollout_is_batch_normalize=true divides them by a "
+        f"mean over the batch; set algorithm.rollout_is_batch_normalize=false, or {off}.",
+    )
+    for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0), ("min_p", r.min_p, 0)):
+        _refuse(
+            value != neutral,
+            f"{on} needs the sampler's log-probabilities over the full vocabulary and rollout.{key}={value} cuts it; "
+            f"set rollout.{key}={neutral}, or {off}.",
+        )
+    _refuse(
+        r.head_size < 1,
+        f"{on} needs the sampler's heads and rollout.head_size=0 asks for none; raise rollout.head_size, or {off}.",
+    )
+
+
+def _advantage(config: Config) -> None:
+    a, per = config.algorithm, config.algorithm.rollouts_per_prompt
+    _refuse(
+        a.advantage == "group" and per < 2,
+        "algorithm.advantage=group compares rollouts of one prompt and algorithm.rollouts_per_prompt=1 gives nothing to "
+        "compare with; raise algorithm.rollouts_per_prompt or choose algorithm.advantage=gae.",
+    )
+    _refuse(
+        config.batch_size % per != 0,
+        f"algorithm.rollouts_per_prompt={per} does not divide batch_size={config.batch_size}, so a group would be cut; "
+        f"set batch_size to a multiple of {per}.",
+    )
+    _refuse(
+        a.normalize_advantages and a.advantage != "group",
+        f"algorithm.normalize_advantages=true divides by the deviation of a group and algorithm.advantage={a.advantage} has no "
+        "groups; set algorithm.normalize_advantages=false or algorithm.advantage=group.",
+    )
+    for key, value in (
+        ("gamma", a.gamma),
+        ("lambda_critic", a.lambda_critic),
+        *([] if a.lambda_policy == "adaptive" else [("lambda_policy", a.lambda_policy)]),
+    ):
+        number = isinstance(value, int | float) and 0 <= value <= 1
+        _refuse(not number, f"algorithm.{key}={value} is out of range; it must be between 0 and 1{_adaptive(key)}.")
+    _refuse(not a.lambda_alpha > 0, f"algorithm.lambda_alpha={a.lambda_alpha} is out of range; it must be above 0.")
+    _refuse(
+        not 0 <= a.running_mean_decay < 1,
+        f"algorithm.running_mean_decay={a.running_mean_decay} is out of range; it must be at least 0 and below 1.",
+    )
+
+
+def _adaptive(key: str) -> str:
+    return ", or adaptive" if key == "lambda_policy" else ""
+
+
+def _sessions(config: Config) -> None:
+    mode, sync = config.actor.mode, config.rollout.weight_sync
+    _refuse(
+        mode == "full" and sync in ("merged", "adapter"),
+        f"rollout.weight_sync={sync} sends an adapter and actor.mode=full has none; set rollout.weight_sync=full or auto.",
+    )
+    _refuse(
+        mode == "lora" and sync == "full",
+        "rollout.weight_sync=full sends weights that actor.mode=lora leaves frozen; set rollout.weight_sync=merged or auto.",
+    )
+    critic = config.critic
+    for key, many in (("ensemble", critic.ensemble > 1), ("per_env", critic.per_env)):
+        value = str(getattr(critic, key)).lower()
+        _refuse(
+            many and critic.mode == "full",
+            f"critic.{key}={value} needs one adapter per critic and critic.mode=full has none; set critic.mode=lora.",
+        )
+    _refuse(
+        critic.ensemble > 1 and critic.per_env,
+        f"critic.ensemble={critic.ensemble} and critic.per_env=true are not defined together; set one of them to its default.",
+    )
+    for role, section in (("actor", config.actor), ("critic", config.critic)):
+        _refuse(
+            any(not pattern for pattern in section.frozen_patterns),
+            f"{role}.frozen_patterns has an empty pattern, which every parameter name contains; leave it out.",
+        )
+        _targets(role, section.lora.targets)
+
+
+def _targets(role: str, targets: Any) -> None:
+    key = f"{role}.lora.targets"
+    listed = isinstance(targets, list) and all(isinstance(name, str) and name for name in targets)
+    _refuse(
+        not (listed or isinstance(targets, str)) or not targets,
+        f"{key}={targets} names no module; write all-linear, a regular expression or a list such as [q_proj,v_proj].",
+    )
+    head = [name for name in targets if name in HEAD_MODULES] if listed else [name for name in HEAD_MODULES if name == targets]
+    why = "the critic's value head stands in its place" if role == "critic" else "the losses read the head's frozen weight"
+    _refuse(bool(head), f"{key} names {head and head[0]}, but {why}; leave it out of {key}.")
+
+
+def _optimisers(config: Config) -> None:
+    _optimiser("actor.optim", config.actor.optim)
+    _optimiser("critic.optim", config.critic.optim)
+
+
+def _optimiser(key: str, optim: OptimConfig) -> None:
+    def within(name: str, good: Callable[[Any], bool], wanted: str) -> None:
+        value = getattr(optim, name)
+        _refuse(not good(value), f"{key}.{name}={value} is out of range; it must be {wanted}.")
+
+    within("lr", lambda v: 0 <= v < float("inf"), "at least 0")
+    within("betas", lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v), "two numbers at least 0 and below 1")
+    within("eps", lambda v: v > 0, "above 0")
+    within("weight_decay", lambda v: v >= 0, "at least 0")
+    within("max_grad_norm", lambda v: v is None or v > 0, "above 0, or null")
+    within("warmup_steps", lambda v: v >= 0, "at least 0")
+    within("min_lr_ratio", lambda v: 0 <= v <= 1, "between 0 and 1")
+    within("total_steps", lambda v: v is None or v > optim.warmup_steps, f"above {key}.warmup_steps={optim.warmup_steps}")
+    _one_of(f"{key}.schedule", optim.schedule, ("constant", "linear", "cosine"))
+
+
+def _devices(config: Config) -> None:
+    device, actor, rollout = config.cluster.device, config.actor, config.rollout
+    _refuse(
+        device == "cuda" and actor.gpus == 0,
+        "cluster.device=cuda puts the learner on a GPU and actor.gpus=0 reserves none; set actor.gpus=1 or cluster.device=cpu.",
+    )
+    _refuse(
+        device == "cpu" and actor.gpus > 0,
+        f"cluster.device=cpu leaves actor.gpus={actor.gpus:g} unused; set actor.gpus=0 or cluster.device=cuda.",
+    )
+    _refuse(
+        rollout.engine == "torch" and rollout.tensor_parallel_size > 1,
+        f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} is not defined for rollout.engine=torch; set it to 1.",
+    )
+    _refuse(
+        0 < rollout.gpus < rollout.tensor_parallel_size,
+        f"rollout.gpus={rollout.gpus:g} is fewer than rollout.tensor_parallel_size={rollout.tensor_parallel_size}; "
+        "raise rollout.gpus.",
+    )
