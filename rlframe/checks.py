@@ -14,9 +14,6 @@ from rlframe.config import Config, ConfigError, OptimConfig
 
 POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
 ROLLOUT_IS = ("token", "sequence")
-ROLLOUT_RS = tuple(
-    [f"{level}_k{i}" for level in ("token", "seq_sum", "seq_mean") for i in (1, 2, 3)] + ["seq_max_k2", "seq_max_k3"]
-)
 ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,6 +54,7 @@ def unused(config: Config) -> dict[str, str]:
         ),
         (a.advantage != "running_mean", f"with algorithm.advantage={a.advantage}", ("algorithm.running_mean_decay",)),
         (a.policy_loss == "reinforce", "with algorithm.policy_loss=reinforce", ("algorithm.clip_low", "algorithm.clip_high")),
+        (a.policy_loss != "ppo_clip", f"with algorithm.policy_loss={a.policy_loss}", ("algorithm.clip_dual",)),
         (a.rollout_is is None, "with algorithm.rollout_is=null", ("algorithm.rollout_is_threshold",)),
         (a.lambda_policy != "adaptive", "with a fixed algorithm.lambda_policy", ("algorithm.lambda_alpha",)),
         (config.actor.mode == "full", "with actor.mode=full", ("actor.lora",)),
@@ -95,7 +93,6 @@ def _names(config: Config) -> None:
     a = config.algorithm
     _one_of("algorithm.policy_loss", a.policy_loss, POLICY_LOSSES)
     _one_of("algorithm.rollout_is", a.rollout_is, ROLLOUT_IS, optional=True)
-    _one_of("algorithm.rollout_rs", a.rollout_rs, ROLLOUT_RS, optional=True)
     _one_of("algorithm.advantage", a.advantage, ADVANTAGES)
     _one_of("rollout.engine", config.rollout.engine, ENGINES)
     _one_of("rollout.weight_sync", config.rollout.weight_sync, ("auto", "merged", "adapter", "full"))
@@ -158,7 +155,7 @@ def _sources(config: Config) -> None:
         _refuse(needed and given is None, f"task.{key} is not set and task.name={task.name} needs it; set task.{key}=...")
         _refuse(
             not needed and given is not None,
-            f"task.{key}={given} is not used by task.name={task.name}; choose task=jsonl or task=parquet for a file of prompts.",
+            f"task.{key}={given} is not used by task.name={task.name}; choose task=jsonl or parquet for a file of prompts.",
         )
 
 
@@ -185,11 +182,6 @@ def _correction(config: Config) -> None:
         "whose loss already has it; set algorithm.rollout_is=null or algorithm.policy_loss=reinforce.",
     )
     _refuse(
-        a.rollout_is_batch_normalize and a.rollout_is is None,
-        "algorithm.rollout_is_batch_normalize=true has no weights to normalise with algorithm.rollout_is=null; "
-        "set algorithm.rollout_is=token or sequence.",
-    )
-    _refuse(
         a.policy_loss == "dis" and a.clip_low >= 1,
         f"algorithm.clip_low={a.clip_low} makes the lower end of the ratio band 0 or less with algorithm.policy_loss=dis; "
         "it must be below 1.",
@@ -199,20 +191,24 @@ def _correction(config: Config) -> None:
         f"algorithm.clip_low={a.clip_low} makes the lower end of the ratio band negative with "
         f"algorithm.policy_loss={a.policy_loss}; it must be at most 1.",
     )
-    parse_threshold(a.rollout_is_threshold, "algorithm.rollout_is_threshold")
-    if a.rollout_rs is None:
-        _refuse(
-            a.rollout_rs_threshold is not None,
-            f"algorithm.rollout_rs_threshold={a.rollout_rs_threshold} has no rule to bound with algorithm.rollout_rs=null; "
-            "choose a rule or set algorithm.rollout_rs_threshold=null.",
-        )
-        return
     _refuse(
-        a.rollout_rs_threshold is None,
+        a.clip_dual is not None and not a.clip_dual > 1,
+        f"algorithm.clip_dual={a.clip_dual} is out of range; it must be above 1, or null.",
+    )
+    _refuse(
+        a.rollout_rs is None and a.rollout_rs_threshold is not None,
+        f"algorithm.rollout_rs_threshold={a.rollout_rs_threshold} has no rule to bound with algorithm.rollout_rs=null; "
+        "choose a rule or set algorithm.rollout_rs_threshold=null.",
+    )
+    parse_threshold(a.rollout_is_threshold, "algorithm.rollout_is_threshold")
+    _refuse(
+        a.rollout_rs is not None and a.rollout_rs_threshold is None,
         f"algorithm.rollout_rs={a.rollout_rs} needs a bound and algorithm.rollout_rs_threshold is null; "
         'set algorithm.rollout_rs_threshold, such as "0.999_1.001".',
     )
-    parse_threshold(a.rollout_rs_threshold, "algorithm.rollout_rs_threshold")
+    from rlframe.corrections import rejection  # needs torch, and this module's parse_threshold
+
+    rejection(a.rollout_rs, a.rollout_rs_threshold)
 
 
 def _score_centering(config: Config) -> None:
@@ -230,11 +226,6 @@ def _score_centering(config: Config) -> None:
         a.rollout_is == "sequence",
         f"{on} needs one weight per token and algorithm.rollout_is=sequence gives one per sequence; "
         f"set algorithm.rollout_is=token or null, or {off}.",
-    )
-    _refuse(
-        a.rollout_is_batch_normalize,
-        f"{on} needs weights that depend on one token only and algorithm.rollout_is_batch_normalize=true divides them by a "
-        f"mean over the batch; set algorithm.rollout_is_batch_normalize=false, or {off}.",
     )
     for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0), ("min_p", r.min_p, 0)):
         _refuse(
@@ -343,6 +334,11 @@ def _optimiser(key: str, optim: OptimConfig) -> None:
     within("min_lr_ratio", lambda v: 0 <= v <= 1, "between 0 and 1")
     within("total_steps", lambda v: v is None or v > optim.warmup_steps, f"above {key}.warmup_steps={optim.warmup_steps}")
     _one_of(f"{key}.schedule", optim.schedule, ("constant", "linear", "cosine"))
+    _refuse(
+        optim.schedule != "constant" and optim.total_steps is None,
+        f"{key}.schedule={optim.schedule} decays until {key}.total_steps, which is null; set {key}.total_steps, for example "
+        "to '${steps}'.",
+    )
 
 
 def _devices(config: Config) -> None:

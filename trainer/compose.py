@@ -72,11 +72,12 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def load_yaml(path: str | Path) -> Config:
-    """The job that `to_yaml` wrote to ``path``.
+def load_yaml(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The job that `to_yaml` wrote to ``path``, with ``overrides`` of single settings; not yet checked.
 
     Raises:
-        ConfigError: the file is missing or not YAML, or holds a key or value that the schema does not have.
+        ConfigError: the file is missing or not YAML, it or an override has a key or value that the schema does not have, or
+            an override chooses a group's option.
     """
     try:
         loaded = OmegaConf.load(path)
@@ -84,10 +85,20 @@ def load_yaml(path: str | Path) -> Config:
         raise ConfigError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}.") from None
     for key in _leaves(OmegaConf.to_container(loaded)):
         _require_setting(key)
+    given: dict[str, Any] = {}
+    for override in map(_parse, overrides):
+        key = override.key_or_group
+        _accept(override)
+        if key in options():
+            raise ConfigError(f"{key} was chosen when the run began; override single settings, such as {key}.{_example(key)}.")
+        given[key] = override.value()
     try:
-        return _to_config(OmegaConf.merge(OmegaConf.structured(Config), loaded))
+        composed = OmegaConf.merge(OmegaConf.structured(Config), loaded)
+        for key, value in given.items():
+            OmegaConf.update(composed, key, value, force_add=_require_setting(key))
+        return _to_config(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_explain_value(error, None)}") from None
+        raise ConfigError(_explain_value(error, given)) from None
 
 
 def to_yaml(config: Config) -> str:
@@ -113,7 +124,7 @@ def _to_config(composed: Any) -> Config:
 
 def _parse(text: str) -> Override:
     try:
-        override = OverridesParser.create().parse_overrides([_quote_band(text)])[0]
+        override = OverridesParser.create().parse_overrides([_quote(text)])[0]
     except HydraException:
         raise ConfigError(
             f"{text!r} is not an override; write key=value, with quotes around values that hold spaces or commas."
@@ -123,9 +134,9 @@ def _parse(text: str) -> Override:
     return override
 
 
-def _quote_band(text: str) -> str:
-    """Keep a band ``lo_hi`` a string: unquoted, the grammar reads ``0.5_5`` as the number 0.55."""
-    return re.sub(r"^(.*threshold=)([0-9.]+_[0-9.]+)$", r"\1'\2'", text)
+def _quote(text: str) -> str:
+    """Keep bands and comma-joined rules strings: unquoted, the grammar reads ``0.5_5`` as 0.55 and ``a,b`` as a choice."""
+    return re.sub(r"^(algorithm\.rollout_(?:rs|is_threshold|rs_threshold)=)([\w.]+[_,][\w.,]*)$", r"\1'\2'", text)
 
 
 def _accept(override: Override) -> str:
@@ -213,13 +224,18 @@ def _explain_value(error: OmegaConfBaseException, given: dict[str, Any] | None) 
     return f"{key}{value}, but it must be {wanted}." if value else f"{key} must be {wanted} ({str(error).splitlines()[0]})."
 
 
+def _example(section: str) -> str:
+    """A setting inside ``section``."""
+    return min((name for name in _settings() if name.startswith(f"{section}.")), key=len).removeprefix(f"{section}.")
+
+
 def _wanted(key: str) -> str | None:
     """The type of a setting in words."""
     here: Any = Config
     for part in key.split("."):
         here = typing.get_type_hints(here).get(part) if dataclasses.is_dataclass(here) else None
     if dataclasses.is_dataclass(here):
-        return f"a section; set its parts, such as {key}.{dataclasses.fields(here)[0].name}"
+        return f"a section; set its parts, such as {key}.{_example(key)}"
     inner = [arg for arg in typing.get_args(here) if arg is not type(None)]
     if typing.get_origin(here) is list:
         return f"a list, [{', '.join(_WANTED[arg] for arg in inner)}, ...]"
