@@ -182,6 +182,11 @@ def _correction(config: Config) -> None:
         "whose loss already has it; set algorithm.rollout_is=null or algorithm.policy_loss=reinforce.",
     )
     _refuse(
+        a.rollout_is_batch_normalize and a.rollout_is is None,
+        "algorithm.rollout_is_batch_normalize=true has no weights to normalise with algorithm.rollout_is=null; "
+        "set algorithm.rollout_is=token or sequence.",
+    )
+    _refuse(
         a.policy_loss == "dis" and a.clip_low >= 1,
         f"algorithm.clip_low={a.clip_low} makes the lower end of the ratio band 0 or less with algorithm.policy_loss=dis; "
         "it must be below 1.",
@@ -226,6 +231,11 @@ def _score_centering(config: Config) -> None:
         a.rollout_is == "sequence",
         f"{on} needs one weight per token and algorithm.rollout_is=sequence gives one per sequence; "
         f"set algorithm.rollout_is=token or null, or {off}.",
+    )
+    _refuse(
+        a.rollout_is_batch_normalize,
+        f"{on} needs weights that depend on one token only and algorithm.rollout_is_batch_normalize=true divides them by a "
+        f"mean over the batch; set algorithm.rollout_is_batch_normalize=false, or {off}.",
     )
     for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0), ("min_p", r.min_p, 0)):
         _refuse(

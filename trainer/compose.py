@@ -26,17 +26,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-import rlframe
 from rlframe.checks import check, unused
 from rlframe.config import Config, ConfigError
+from trainer.presets import configs_dir
 
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-
-
-def configs_dir() -> Path:
-    """The folder of the groups: inside an installed wheel, else beside the packages of a checkout."""
-    installed = Path(rlframe.__file__).parent / "_configs"
-    return installed if installed.is_dir() else Path(rlframe.__file__).parents[1] / "configs"
 
 
 def options() -> dict[str, list[str]]:
@@ -124,7 +118,7 @@ def _to_config(composed: Any) -> Config:
 
 def _parse(text: str) -> Override:
     try:
-        override = OverridesParser.create().parse_overrides([_quote(text)])[0]
+        override = OverridesParser.create().parse_overrides([_quote_band(text)])[0]
     except HydraException:
         raise ConfigError(
             f"{text!r} is not an override; write key=value, with quotes around values that hold spaces or commas."
@@ -134,9 +128,9 @@ def _parse(text: str) -> Override:
     return override
 
 
-def _quote(text: str) -> str:
-    """Keep bands and comma-joined rules strings: unquoted, the grammar reads ``0.5_5`` as 0.55 and ``a,b`` as a choice."""
-    return re.sub(r"^(algorithm\.rollout_(?:rs|is_threshold|rs_threshold)=)([\w.]+[_,][\w.,]*)$", r"\1'\2'", text)
+def _quote_band(text: str) -> str:
+    """Keep a band ``lo_hi`` a string: unquoted, the grammar reads ``0.5_5`` as the number 0.55."""
+    return re.sub(r"^(\S*threshold=)([\d.]+_[\d.]+)$", r"\1'\2'", text)
 
 
 def _accept(override: Override) -> str:

@@ -1,0 +1,82 @@
+"""The ``rlframe`` command. Heavy imports happen inside the commands, so that help and the list of presets come at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+OVERRIDES = "settings, such as algorithm=sao actor.optim.lr=1e-5 (docs/configuration.md)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, or 2 when a setting is refused (one line on stderr)."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:  # argparse stops collecting overrides at an option between them
+        if "overrides" not in arguments or any(text.startswith("-") for text in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        arguments.overrides += rest
+    try:
+        return int(arguments.run(arguments) or 0)
+    except KeyboardInterrupt:
+        return 130
+    except ValueError as error:
+        from rlframe.config import ConfigError
+
+        if not isinstance(error, ConfigError):
+            raise
+        print(f"rlframe: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlframe", description="Train language models from single, asynchronous rollouts.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    train = commands.add_parser("train", help="train a model", description="Train a model; without overrides, a tiny one.")
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES)
+    train.add_argument("--dry-run", action="store_true", help="show configuration, placement and memory, and start nothing")
+    train.set_defaults(run=_train)
+
+    resume = commands.add_parser(
+        "resume", help="go on with a run", description="Go on from the newest good checkpoint of a run."
+    )
+    resume.add_argument("run_dir", metavar="RUN", help="a run directory, such as runs/quickstart")
+    resume.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="single settings to change, such as steps=500")
+    resume.set_defaults(run=_resume)
+
+    presets = commands.add_parser("presets", help="list the algorithms", description="List the presets of algorithm=...")
+    presets.add_argument("--markdown", action="store_true", help="a table for the documentation")
+    presets.set_defaults(run=_presets)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from trainer.compose import compose
+
+    config = compose(arguments.overrides)
+    if arguments.dry_run:
+        from trainer.dry_run import report
+
+        print(report(config))
+        return
+    from trainer.run import train
+
+    train(config)
+
+
+def _resume(arguments: argparse.Namespace) -> None:
+    from trainer.run import resume
+
+    resume(arguments.run_dir, arguments.overrides)
+
+
+def _presets(arguments: argparse.Namespace) -> None:
+    from trainer.presets import as_markdown, as_text
+
+    print(as_markdown() if arguments.markdown else as_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

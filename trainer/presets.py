@@ -1,0 +1,42 @@
+"""The algorithm presets as a list for people. Reads the YAML files only, so that it is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def configs_dir() -> Path:
+    """The folder of the groups: inside an installed wheel, else beside the packages of a checkout."""
+    installed = _PACKAGE / "rlframe" / "_configs"
+    return installed if installed.is_dir() else _PACKAGE / "configs"
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """name -> what the preset sets, in alphabetical order."""
+    return {path.stem: yaml.safe_load(path.read_text()) for path in sorted((configs_dir() / "algorithm").glob("*.yaml"))}
+
+
+def as_text() -> str:
+    """One line a preset."""
+    known = presets()
+    width = max(map(len, known))
+    lines = [f"{name:<{width}}  {settings['description']}" for name, settings in known.items()]
+    return "\n".join([*lines, "", "Choose one with `rlframe train algorithm=NAME`; any setting of it can be overridden."])
+
+
+def as_markdown() -> str:
+    """A table with the settings of every preset."""
+    rows = ["| preset | what it is | settings |", "|---|---|---|"]
+    for name, settings in presets().items():
+        rest = ", ".join(f"`{key}={_value(value)}`" for key, value in settings.items() if key != "description")
+        rows.append(f"| `{name}` | {settings['description']} | {rest} |")
+    return "\n".join(rows)
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
