@@ -64,7 +64,7 @@ class Checkpoints:
         Raises:
             CheckpointError: there is none.
         """
-        skipped = []
+        skipped: list[str] = []
         for directory in self._newest_first():
             reason = verify(directory)
             if reason is None:
@@ -151,7 +151,8 @@ def _read_batches(directory: Path) -> list[Batch]:
     if rest is None:
         return []
     sizes = rest.pop("sizes")
-    joined = Batch(**load_file(str(directory / "buffer.safetensors")), **rest)
+    arrays: dict[str, Any] = load_file(str(directory / "buffer.safetensors"))
+    joined = Batch(**arrays, **rest)
     edges = np.concatenate([[0], np.cumsum(sizes)])
     return [joined.select(np.arange(start, end)) for start, end in pairwise(edges)]
 

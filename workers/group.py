@@ -19,8 +19,8 @@ class LearnerGroup:
 
     def __init__(self, config: Config, model_path: str, log_dir: str | None) -> None:
         actor = config.actor
-        remote = ray.remote(LearnerRank)
-        self.ranks = [
+        remote: Any = ray.remote(LearnerRank)
+        self.ranks: list[Any] = [
             remote.options(
                 name=None,
                 num_cpus=actor.cpus,

@@ -22,8 +22,8 @@ class RolloutGroup:
     def __init__(self, config: Config, model_path: str, log_dir: str | None) -> None:
         rollout = config.rollout
         self.config = config
-        remote = ray.remote(RolloutWorker)
-        self.workers = [
+        remote: Any = ray.remote(RolloutWorker)
+        self.workers: list[Any] = [
             remote.options(
                 num_cpus=rollout.cpus, num_gpus=rollout.gpus, max_concurrency=rollout.max_concurrency, max_restarts=0
             ).remote(config, model_path, i, log_dir and f"{log_dir}/rollout_{i}.log")
