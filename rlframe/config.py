@@ -66,6 +66,8 @@ class AlgorithmConfig:
     """Lower clip: the ratio band of dis, ppo_clip and cispo starts at 1 - clip_low."""
     clip_high: float = 0.2
     """Upper clip: the ratio band ends at 1 + clip_high."""
+    clip_dual: Optional[float] = None
+    """ppo_clip: with a negative advantage the ratio counts at most this much (dual clip; above 1); null: no bound."""
     rollout_is: Optional[str] = None
     """Importance weight of trainer against sampler: null, ``token`` or ``sequence``."""
     rollout_is_threshold: Any = 2.0
@@ -75,7 +77,7 @@ class AlgorithmConfig:
     rollout_rs: Optional[str] = None
     """Rejection: ``token_k1``.. ``seq_max_k3``, or null."""
     rollout_rs_threshold: Any = None
-    """A number (upper bound) or ``"lo_hi"``."""
+    """A number (upper bound; k1: the ratio band 1/c to c) or, for k1, ``"lo_hi"``."""
     score_centering: bool = False
     """Subtract the sampler's expected score from every score; needs heads from the rollout workers."""
     advantage: str = "gae"
@@ -120,6 +122,9 @@ class RolloutConfig:
     """Longest trajectory the engine can hold, prompt included."""
     weight_sync: str = "auto"
     """``merged`` or ``adapter`` (LoRA actor), ``full`` (full weights); auto: merged or full."""
+    on_update: str = "keep"
+    """What happens to requests in flight when new weights arrive: ``keep`` (frozen, then on under the new weights) or
+    ``abort`` (ended, and re-issued with what they had sampled)."""
     dtype: str = "float32"
     """Dtype of the engine's weights."""
     max_concurrency: int = 256
@@ -174,6 +179,8 @@ class LoraConfig:
     """Scale: the adapter adds alpha / rank * B A."""
     targets: Any = "all-linear"
     """PEFT target modules: a list of names, a regular expression, or all-linear (every linear layer but the head)."""
+    target_parameters: list[str] = field(default_factory=list)
+    """PEFT target parameters, for weights that are not linear layers (``mlp.experts.gate_up_proj``); beside ``targets``."""
 
 
 @dataclass

@@ -1,0 +1,268 @@
+"""One base model, sharded by FSDP2 over the ranks of a worker group, and the sessions that train on it.
+
+Here: loading without a full copy in any rank's memory, the padding-free forward up to the last hidden state, the LM head as
+losses need it. Not here: gradients, optimisers and files of sessions (`rlframe.sessions`), losses (`rlframe.losses`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlframe.checksum import bit_sum
+from rlframe.config import ConfigError
+from rlframe.hf_checkpoint import conversions, load_weights, to_checkpoint_names
+from rlframe.lora import Adapters, bare
+from rlframe.losses.base import LMHead
+from rlframe.optim import local
+from rlframe.ranks import Ranks
+from rlframe.sessions import Session, SessionSpec
+from rlframe.types import Batch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class _Runner(nn.Module):
+    """The FSDP root: body, then whatever consumes hidden states and head, while the root's parameters are whole."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, consume: Callable[[Tensor, LMHead], Any]) -> Any:
+        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        return consume(output.last_hidden_state[0], _lm_head(self.model))
+
+
+def _lm_head(model: PreTrainedModel) -> LMHead:
+    layer = model.get_output_embeddings()
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    for key in getattr(layer, "active_adapters", []):
+        if key in layer.lora_A:
+            weight = weight + layer.get_delta_weight(key)
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    return LMHead(weight=weight, bias=bias, softcap=getattr(config, "final_logit_softcapping", None), scale=float(scale))
+
+
+class Backbone:
+    """A base model that sessions share. Build it with `load`; every rank calls every method in the same order."""
+
+    def __init__(self, model: PreTrainedModel, runner: nn.Module, *, path: Path, ranks: Ranks, device: torch.device) -> None:
+        self.model = model
+        self.path = path
+        self.ranks = ranks
+        self.device = device
+        self.sessions: dict[str, Session] = {}
+        self.adapters = Adapters(model)
+        self.trainable = False
+        self._runner = runner
+        self._table = conversions(model)
+        self._bit_sums: dict[tuple[str, torch.dtype], int] = {}
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        dtype: str = "float32",
+        trainable: bool = False,
+        activation_checkpointing: bool = False,
+        attn_implementation: str = "sdpa",
+        trust_remote_code: bool = False,
+    ) -> Backbone:
+        """Load a Hugging Face folder; each rank reads only the rows that it keeps.
+
+        Args:
+            path: folder with ``config.json`` and safetensors weights.
+            mesh: one-dimensional device mesh to shard over; None: one process, no sharding.
+            device: where parameters live and compute.
+            dtype: ``float32`` or ``bfloat16``, of forward and backward.
+            trainable: keep float32 master weights, so that a session may train all of them.
+            activation_checkpointing: recompute each block in the backward pass.
+            attn_implementation: attention kernel of transformers.
+            trust_remote_code: run code that the folder ships.
+
+        Raises:
+            ConfigError: no usable weights, a quantised model, an unknown dtype, or bfloat16 masters asked for without a mesh.
+        """
+        if dtype not in DTYPES:
+            raise ConfigError(f"model.dtype is {dtype!r}; choose float32 or bfloat16.")
+        if trainable and mesh is None and dtype != "float32":
+            raise ConfigError("Training all weights in bfloat16 needs a device mesh (of one rank, if need be), or float32.")
+        ranks = Ranks.of(mesh)
+        model = _empty_model(Path(path), DTYPES["float32" if trainable else dtype], attn_implementation, trust_remote_code)
+        if activation_checkpointing:
+            for block in _blocks(model):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        runner = _Runner(model)
+        if mesh is not None:
+            _shard(runner, mesh, DTYPES[dtype])
+        _materialise(runner, device)
+        load_weights(model, Path(path), ranks)
+        backbone = cls(model, runner, path=Path(path), ranks=ranks, device=device)
+        backbone.trainable = trainable
+        return backbone
+
+    def create_session(self, name: str, spec: SessionSpec) -> Session:
+        """Add a session with fresh parameters that depend on ``spec.seed`` alone.
+
+        Raises:
+            ConfigError: the name is taken, or the spec does not fit this model.
+        """
+        if name in self.sessions:
+            raise ConfigError(f"This backbone already has a session called {name!r}.")
+        others = {session.spec.kind for session in self.sessions.values()}
+        if others and (spec.kind == "full" or "full" in others):
+            raise ConfigError("A session on all weights needs a backbone of its own, because it moves the base of the others.")
+        if spec.kind == "full" and not self.trainable:
+            raise ConfigError("A session on all weights needs a backbone loaded with trainable=True.")
+        self.reshard()
+        self.sessions[name] = Session(name, spec, self)
+        return self.sessions[name]
+
+    def delete_session(self, name: str) -> None:
+        """Remove a session and its parameters; a session on all weights gives the base back as it was loaded."""
+        session = self.sessions.pop(name)
+        session.close()
+        if session.spec.kind == "full":
+            self.reshard()
+            load_weights(self.model, self.path, self.ranks)
+            self._bit_sums.clear()
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.model.config.get_text_config().hidden_size
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Base parameters by their bare names, each tied one once; no adapter factors."""
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" not in name:
+                yield bare(name), parameter
+
+    def run(self, micro: Batch | None, consume: Callable[[Tensor, LMHead], Any]) -> Any:
+        """Forward one micro-batch without padding and hand its hidden states to ``consume``.
+
+        Args:
+            micro: whole trajectories; None takes part in the collectives with one token.
+            consume: called with hidden [N, H] and the LM head; must not raise.
+
+        Returns:
+            What ``consume`` returned. Tensors that are differentiated must be reachable in it (tuples, lists, dicts).
+        """
+        if micro is None:
+            tokens, positions = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        else:
+            tokens = torch.from_numpy(micro.tokens.astype("int64"))
+            starts = torch.from_numpy(micro.offsets[:-1])
+            positions = torch.arange(len(tokens)) - starts.repeat_interleave(torch.from_numpy(micro.lengths))
+        return self._runner(tokens[None].to(self.device), positions[None].to(self.device), consume)
+
+    def reshard(self) -> None:
+        """Leave the root sharded, as it is outside of forward and backward."""
+        if isinstance(self._runner, FSDPModule):
+            self._runner.reshard()
+
+    def reset(self) -> None:
+        """Bring FSDP back to rest after a pass that was broken off."""
+        if isinstance(self._runner, FSDPModule):
+            self._runner.reset_iter_state()
+
+    def whole(self, parameter: Tensor) -> Tensor:
+        """The whole of a parameter, detached; every rank takes part."""
+        return parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+    def groups(self) -> list[dict[str, nn.Parameter]]:
+        """Base parameters in groups that translate to checkpoint names together: one per block, one for the rest."""
+        blocks = {id(p): i for i, block in enumerate(_blocks(self.model)) for p in block.parameters()}
+        grouped: dict[int, dict[str, nn.Parameter]] = {}
+        for name, parameter in self.parameters():
+            grouped.setdefault(blocks.get(id(parameter), -1), {})[name] = parameter
+        return list(grouped.values())
+
+    def checkpoint_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors of one group under the names, and in the cuts, of the checkpoint."""
+        return to_checkpoint_names(self.model, self._table, tensors)
+
+    def bit_sum(self, name: str, parameter: Tensor, dtype: torch.dtype) -> int:
+        """`rlframe.checksum.bit_sum` of a frozen base parameter as cast to ``dtype``, over all ranks; remembered."""
+        key = (name, dtype)
+        if key not in self._bit_sums:
+            self._bit_sums[key] = self.live_bit_sum(parameter, dtype)
+        return self._bit_sums[key]
+
+    def live_bit_sum(self, parameter: Tensor, dtype: torch.dtype) -> int:
+        """The same, computed from the parameter as it is now."""
+        value = bit_sum(local(parameter.detach()).to(dtype)) if local(parameter).numel() else 0
+        return self.ranks.total(value) if isinstance(parameter, DTensor) else value
+
+
+def _empty_model(path: Path, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool) -> PreTrainedModel:
+    if not (path / "config.json").exists():
+        raise ConfigError(f"model.path={path} is not a Hugging Face folder: it has no config.json.")
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"{path} holds a quantised model, which cannot be trained here; use its full-precision version.")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    model.name_or_path = str(path)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _blocks(model: PreTrainedModel) -> list[nn.Module]:
+    names = set(model._no_split_modules or [])
+    blocks = [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+    if not blocks:
+        raise ConfigError(f"{type(model).__name__} does not say which of its modules are blocks, so it cannot be sharded.")
+    return blocks
+
+
+def _shard(runner: _Runner, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*_blocks(runner.model), runner):
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+        # Sums travel, nothing is averaged; not every backend can scale inside a reduction.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _materialise(runner: _Runner, device: torch.device) -> None:
+    """Allocate this rank's shards; buffers that no checkpoint holds (rotary frequencies) are computed again."""
+    made: dict[int, nn.Parameter] = {}
+    for module in runner.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in made:
+                made[id(parameter)] = _allocate(parameter, device)
+            module.register_parameter(name, made[id(parameter)])
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        if buffers:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                runner.model._init_weights(module)
+
+
+def _allocate(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+    shard = torch.empty_like(parameter.to_local(), device=device)
+    whole = DTensor.from_local(
+        shard, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(whole, requires_grad=False)

@@ -1,0 +1,193 @@
+"""The optimiser of one session: schedule, trainable tensors with their gradient accumulators, clip, AdamW.
+
+Everything works on this rank's local, plain float32 tensors: AdamW is elementwise, so a shard of a parameter is stepped like
+a whole one. What the tensors belong to (adapter, value head, full weights) is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from rlframe.config import ConfigError, OptimConfig
+from rlframe.ranks import Ranks
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def check_optim(config: OptimConfig) -> None:
+    """Refuse an optimiser that cannot run.
+
+    Raises:
+        ConfigError: unknown schedule, a decaying schedule without an end, a negative rate, or a clip that is not positive.
+    """
+    if config.schedule not in SCHEDULES:
+        raise ConfigError(f"optim.schedule is {config.schedule!r}; choose one of {', '.join(SCHEDULES)}.")
+    if config.schedule != "constant" and not config.total_steps:
+        raise ConfigError(f"optim.schedule={config.schedule} needs optim.total_steps, the step at which the decay ends.")
+    if config.lr < 0 or config.weight_decay < 0:
+        raise ConfigError("optim.lr and optim.weight_decay must not be negative.")
+    if config.max_grad_norm is not None and config.max_grad_norm <= 0:
+        raise ConfigError("optim.max_grad_norm must be positive; use null for no clip.")
+
+
+def learning_rate(config: OptimConfig, step: int) -> float:
+    """Learning rate of optimiser step ``step`` (counted from 0).
+
+    Warm-up is linear and ends at step ``warmup_steps - 1`` with the full rate, so the first step already moves; ``linear`` and
+    ``cosine`` then fall to ``min_lr_ratio * lr`` at ``total_steps`` and stay there.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    span = max((config.total_steps or 0) - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / span, 1.0)
+    left = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Trainable:
+    """One trainable parameter: the module's tensor, its float32 master, accumulated gradient and AdamW moments.
+
+    When the module computes in a lower precision the master is a separate tensor, and each micro-batch's gradient is added up
+    in float32; otherwise the module's parameter is its own master.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.sharded = isinstance(parameter, DTensor)
+        self.gradient: Tensor | None = None
+        self.exp_avg: Tensor | None = None
+        self.exp_avg_sq: Tensor | None = None
+        self.step: Tensor | None = None
+        self._pending: Tensor | None = None
+        self._master = None if parameter.dtype == torch.float32 else parameter.detach().float()
+        parameter.requires_grad_(True)
+        if self._master is not None:
+            self._hook = parameter.register_post_accumulate_grad_hook(self._add_pending)
+
+    def _add_pending(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        self._pending = gradient if self._pending is None else self._pending.add_(gradient)
+        parameter.grad = None
+
+    @property
+    def master(self) -> Tensor:
+        """float32, this rank's part. Read it afresh: FSDP may move a shard's memory before its first forward."""
+        return local(self.parameter.detach()) if self._master is None else self._master
+
+    def publish(self) -> None:
+        """Copy the master into the module."""
+        if self._master is not None:
+            with torch.no_grad():
+                self.parameter.copy_(self._master)
+
+    def keep(self) -> None:
+        """Add the gradient of the call that just succeeded to the accumulator."""
+        if self._pending is None and self.parameter.grad is not None:
+            self._pending = local(self.parameter.grad)
+        if self._pending is not None:
+            self.gradient = self._pending if self.gradient is None else self.gradient.add_(self._pending)
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the gradient of a call that failed."""
+        self._pending = None
+        self.parameter.grad = None
+
+    def forget(self) -> None:
+        """Start again without gradient and moments."""
+        self.discard()
+        self.gradient = self.exp_avg = self.exp_avg_sq = self.step = None
+
+    def release(self) -> None:
+        """Leave the parameter as it was found: not trainable, no hook."""
+        self.forget()
+        self.parameter.requires_grad_(False)
+        if self._master is not None:
+            self._hook.remove()
+
+    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """AdamW's exp_avg, exp_avg_sq and step count, made on first use."""
+        if self.exp_avg is None or self.exp_avg_sq is None or self.step is None:
+            self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+            self.step = torch.zeros((), device=self.master.device if _fused(self.master) else None)
+        return self.exp_avg, self.exp_avg_sq, self.step
+
+
+def _fused(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def reduce_gradients(trainables: list[Trainable], ranks: Ranks) -> list[Trainable]:
+    """Sum the accumulated gradients over the ranks, in place.
+
+    Sharded gradients were summed when FSDP scattered them; replicated ones (adapters, value heads) are summed here, in one
+    flat all-reduce. A parameter that some rank's data did not touch counts as zero there.
+
+    Returns:
+        Those that some rank has a gradient for.
+    """
+    touched = ranks.maximum([int(t.gradient is not None) for t in trainables])
+    used = [t for t, flag in zip(trainables, touched, strict=True) if flag]
+    replicated = [t for t in used if not t.sharded]
+    for t in used:
+        if t.gradient is None:
+            t.gradient = torch.zeros_like(t.master)
+    if ranks.size > 1 and replicated:
+        flat = ranks.sum_(torch.cat([t.gradient.flatten() for t in replicated if t.gradient is not None]))
+        for t, part in zip(replicated, flat.split([t.master.numel() for t in replicated]), strict=True):
+            t.gradient = part.view_as(t.master)
+    return used
+
+
+def gradient_norm(trainables: list[Trainable], ranks: Ranks) -> float:
+    """Global L2 norm of the gradients, added up in float64 so that it does not depend on how parameters are sharded."""
+    device = trainables[0].master.device
+    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    for t in trainables:
+        assert t.gradient is not None
+        if t.gradient.numel():
+            squares[int(t.sharded)] += torch.linalg.vector_norm(t.gradient, dtype=torch.float64).square()
+    if ranks.size > 1 and any(t.sharded for t in trainables):
+        ranks.sum_(squares[1:])
+    return float(squares.sum().sqrt())
+
+
+@torch.no_grad()
+def adamw_step(trainables: list[Trainable], config: OptimConfig, *, lr: float) -> None:
+    """One AdamW update (decoupled weight decay) of the masters by their gradients; consumes the gradients."""
+    trainables = [t for t in trainables if t.master.numel()]
+    moments = [t.moments() for t in trainables]
+    if trainables:
+        adamw(
+            [t.master for t in trainables],
+            [t.gradient for t in trainables if t.gradient is not None],
+            [m[0] for m in moments],
+            [m[1] for m in moments],
+            [],
+            [m[2] for m in moments],
+            foreach=not _fused(trainables[0].master),
+            fused=_fused(trainables[0].master),
+            amsgrad=False,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            lr=lr,
+            weight_decay=config.weight_decay,
+            eps=config.eps,
+            maximize=False,
+        )
+    for t in trainables:
+        t.publish()

@@ -1,0 +1,122 @@
+"""What a session gives away: tensors for samplers with their checksum, and folders for other tools. Never the value head.
+
+Merged weights are computed from the untouched base each time, so nothing drifts. Saving for recovery is `rlframe.session_io`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlframe.checksum import bit_sum
+from rlframe.config import ConfigError
+from rlframe.hf_checkpoint import write_folder
+
+if TYPE_CHECKING:
+    from rlframe.sessions import Session
+
+MODES = ("merged", "adapter", "full")
+
+
+def _check_mode(session: Session, mode: str) -> None:
+    if mode not in MODES:
+        raise ConfigError(f"Weights can be given as {', '.join(MODES)}, not {mode!r}.")
+    if mode != "full" and session.adapter is None:
+        raise ConfigError(f"Session {session.name!r} trains all weights, so its weights are given as full, not {mode}.")
+
+
+@torch.no_grad()
+def _module_groups(session: Session, dtype: torch.dtype, *, changed_only: bool) -> Iterator[dict[str, Tensor]]:
+    """Whole parameters with the adapter added, as cast to ``dtype``, one block at a time; every rank takes part."""
+    deltas = session.adapter.deltas() if session.adapter else {}
+    backbone = session.backbone
+    for group in backbone.groups():
+        tensors = {}
+        for name, parameter in group.items():
+            if name in deltas:
+                delta = session.adapter.delta(deltas[name]).float()  # type: ignore[union-attr]
+                tensors[name] = (backbone.whole(parameter).float() + delta).to(dtype)
+            elif not changed_only:
+                tensors[name] = backbone.whole(parameter).to(dtype)
+        if tensors:
+            yield tensors
+
+
+def _adapter_tensors(session: Session, dtype: torch.dtype) -> dict[str, Tensor]:
+    masters = {t.name: t.master for t in session.trainables}
+    factors = session.adapter.factors() if session.adapter else {}
+    return {f"base_model.model.{name}": masters.get(name, p.detach()).to(dtype) for name, p in factors.items()}
+
+
+def sampler_tensors(session: Session, mode: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """See `Session.sampler_tensors`."""
+    _check_mode(session, mode)
+    backbone = session.backbone
+    keep = backbone.ranks.rank == 0
+    if mode == "adapter":
+        return {name: tensor.cpu() for name, tensor in _adapter_tensors(session, dtype).items()} if keep else {}
+    tensors: dict[str, Tensor] = {}
+    total = 0
+    for group in _module_groups(session, dtype, changed_only=mode == "merged"):
+        if keep:
+            total += sum(bit_sum(tensor) for tensor in group.values())
+            tensors.update({name: t.cpu().contiguous() for name, t in backbone.checkpoint_names(group).items()})
+    if mode == "merged":
+        session.merged_bits = (session.revision, dtype, total)
+    return tensors
+
+
+def sampler_checksum(session: Session, mode: str, dtype: torch.dtype) -> str:
+    """See `Session.sampler_checksum`."""
+    _check_mode(session, mode)
+    backbone = session.backbone
+    if mode == "adapter":
+        return f"{sum(bit_sum(t) for t in _adapter_tensors(session, dtype).values()) % 2**64:016x}"
+    if session.adapter is None:
+        total = sum(backbone.live_bit_sum(parameter, dtype) for _, parameter in backbone.parameters())
+        return f"{total % 2**64:016x}"
+    changed = session.adapter.deltas()
+    total = sum(backbone.bit_sum(name, p, dtype) for name, p in backbone.parameters() if name not in changed)
+    return f"{(total + _merged_bits(session, dtype)) % 2**64:016x}"
+
+
+def _merged_bits(session: Session, dtype: torch.dtype) -> int:
+    """Bit sum of the parameters that the adapter changes; rank 0 remembers it from `sampler_tensors`."""
+    ranks = session.backbone.ranks
+    known = session.merged_bits
+    if known is None or known[:2] != (session.revision, dtype):
+        groups = _module_groups(session, dtype, changed_only=True)
+        known = (session.revision, dtype, sum(bit_sum(t) for group in groups for t in group.values()))
+        session.merged_bits = known
+    return ranks.total(known[2] if ranks.rank == 0 else 0)
+
+
+def export(session: Session, directory: Path, *, merged: bool) -> None:
+    """See `Session.export`."""
+    backbone = session.backbone
+    rank0 = backbone.ranks.rank == 0
+    dtype = getattr(backbone.model.config, "dtype", None) or torch.float32
+    if not merged:
+        config = session.adapter_config()
+        if rank0:
+            directory.mkdir(parents=True, exist_ok=True)
+            tensors = {name: tensor.cpu() for name, tensor in _adapter_tensors(session, torch.float32).items()}
+            save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+            (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+    else:
+        groups = (
+            {name: t.cpu() for name, t in backbone.checkpoint_names(group).items()} if rank0 else {}
+            for group in _module_groups(session, dtype, changed_only=False)
+        )
+        if rank0:
+            write_folder(backbone.path, directory, groups)
+        else:
+            for _ in groups:
+                pass
+    backbone.ranks.barrier()
