@@ -6,9 +6,15 @@ Tokens in, tokens out. Nothing here knows an environment, a reward or Ray.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
+
+PauseMode = Literal["keep", "abort"]
+
+
+class EngineDeadError(RuntimeError):
+    """The engine can serve no more; its worker has to be restarted."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,9 @@ class Completion:
     logprobs: np.ndarray
     """float32[n], nats, processed."""
     head_ids: np.ndarray
-    """int32[n, k], distinct within a row, best first."""
+    """int32[n, min(k, V)], distinct within a row, best first."""
     head_logprobs: np.ndarray
-    """float32[n, k], full-vocabulary normalised, -inf in padded entries."""
+    """float32[n, min(k, V)], full-vocabulary normalised, -inf in padded entries."""
     versions: np.ndarray
     """int32[n], policy version that sampled each token."""
     finish: str
@@ -76,7 +82,8 @@ class Engine(Protocol):
         """Sample a continuation of ``tokens`` (int32[P]).
 
         Raises:
-            ValueError: the prompt and the budget do not fit the engine's context.
+            ValueError: the prompt is empty, or it and the budget do not fit the engine's context.
+            EngineDeadError: the engine died; requests in flight raise it too.
         """
         ...
 
@@ -84,11 +91,19 @@ class Engine(Protocol):
         """Serve ``update`` from now on and return a checksum (hex) of what is now served.
 
         Called between `pause` and `resume`; requests in flight go on under the new weights after the resume.
+
+        Raises:
+            RuntimeError: the engine is not paused.
+            ValueError: tensors are missing, unknown or of the wrong shape; the message names one.
         """
         ...
 
-    async def pause(self) -> None:
-        """Stop sampling after the current step, keeping requests in flight."""
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling after the current step.
+
+        ``keep`` freezes requests in flight until `resume`; ``abort`` ends each of them now, with what it has sampled and
+        finish ``abort``. Requests that arrive later wait for `resume` in both modes.
+        """
         ...
 
     async def resume(self) -> None:
@@ -96,7 +111,7 @@ class Engine(Protocol):
         ...
 
     async def health(self) -> None:
-        """Return if the engine can serve; raise RuntimeError with the reason if not."""
+        """Return if the engine can serve; raise EngineDeadError with the reason if not."""
         ...
 
     async def close(self) -> None:

@@ -1,0 +1,161 @@
+"""One episode: the policy and an environment take turns, token by token, until one of them ends it.
+
+Tokens in, tokens out: what the engine sampled is what the trajectory holds and what the next turn continues. Scheduling many
+episodes, time limits and failures are the worker's business (`workers.rollout.worker`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from rlframe.types import Finish, Prompt, Trajectory
+from workers.environments.base import Environment
+from workers.rollout.engine import Completion, Engine, SamplingParams
+
+
+def derive_seed(*parts: int) -> int:
+    """A seed in [0, 2**63) from integers; the same on every machine and in every process."""
+    digest = blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass
+class _Rows:
+    """The arrays of a trajectory while it grows."""
+
+    width: int
+    """k, entries of a head."""
+    parts: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    length: int = 0
+
+    def observe(self, tokens: np.ndarray) -> None:
+        """Append tokens that the policy did not sample."""
+        n = len(tokens)
+        self._append(
+            tokens=tokens,
+            action_mask=np.zeros(n, np.bool_),
+            logprobs=np.zeros(n, np.float32),
+            head_ids=np.zeros((n, self.width), np.int32),
+            head_logprobs=np.full((n, self.width), -np.inf, np.float32),
+            versions=np.full(n, -1, np.int32),
+            rewards=np.zeros(n, np.float32),
+        )
+
+    def act(self, completion: Completion, reward: float) -> None:
+        """Append one turn of the policy; its reward is received at its last token."""
+        n = len(completion.ids)
+        rewards = np.zeros(n, np.float32)
+        rewards[-1] = reward
+        self._append(
+            tokens=completion.ids,
+            action_mask=np.ones(n, np.bool_),
+            logprobs=completion.logprobs,
+            head_ids=completion.head_ids,
+            head_logprobs=completion.head_logprobs,
+            versions=completion.versions,
+            rewards=rewards,
+        )
+
+    def _append(self, **arrays: np.ndarray) -> None:
+        for name, array in arrays.items():
+            self.parts.setdefault(name, []).append(array)
+        self.length += len(arrays["tokens"])
+
+    def arrays(self) -> dict[str, Any]:
+        """One array per field."""
+        return {name: np.concatenate(parts) for name, parts in self.parts.items()}
+
+
+async def sample_turn(engine: Engine, tokens: np.ndarray, params: SamplingParams) -> Completion:
+    """Sample one turn; a request that an update of the weights aborted goes on from where it was.
+
+    The budget is one for all parts: what was sampled before an abort counts (``max_new_tokens`` of the whole turn).
+    """
+    parts: list[Completion] = []
+    while True:
+        done = sum(len(part.ids) for part in parts)
+        seed = None if params.seed is None else derive_seed(params.seed, done)
+        prompt = np.concatenate([tokens, *(part.ids for part in parts)])
+        part = await engine.generate(prompt, replace(params, max_new_tokens=params.max_new_tokens - done, seed=seed))
+        parts.append(part)
+        if part.finish != "abort":
+            return part if len(parts) == 1 else _join(parts)
+        if done + len(part.ids) >= params.max_new_tokens:
+            return replace(_join(parts), finish="length")
+
+
+def _join(parts: list[Completion]) -> Completion:
+    names = ("ids", "logprobs", "head_ids", "head_logprobs", "versions")
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return Completion(**arrays, finish=parts[-1].finish)
+
+
+async def run_episode(
+    engine: Engine,
+    environment: Environment,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    max_model_len: int,
+) -> Trajectory:
+    """Run one episode and return its trajectory.
+
+    Args:
+        engine: samples the turns.
+        environment: answers them.
+        prompt: where the episode starts.
+        params: ``max_new_tokens`` is the budget of one turn; the environment's stop tokens end a turn; ``seed`` makes the
+            seeds of all turns.
+        max_model_len: budget of the whole episode in tokens, prompt and observations included.
+
+    Returns:
+        ``finish`` is ``stop`` when the environment ended the episode, and ``length`` when a budget did: the last turn hit
+        its own, there is no room for another turn, or the environment's ``max_turns`` are used up.
+
+    Raises:
+        ValueError: the prompt leaves no room for a single token.
+    """
+    if len(prompt.tokens) >= max_model_len:
+        raise ValueError(
+            f"Prompt {prompt.id!r} has {len(prompt.tokens)} tokens, which leaves no room in "
+            f"rollout.max_model_len={max_model_len}."
+        )
+    episode = environment.episode(prompt)
+    metadata: dict[str, Any] = {}
+    rows: _Rows | None = None
+    tokens = np.asarray(prompt.tokens, dtype=np.int32)
+    finish: Finish = "length"
+    for turn in range(environment.max_turns):
+        request = replace(
+            params,
+            max_new_tokens=min(params.max_new_tokens, max_model_len - len(tokens)),
+            stop_token_ids=tuple(environment.stop_token_ids),
+            seed=None if params.seed is None else derive_seed(params.seed, turn),
+        )
+        completion = await sample_turn(engine, tokens, request)
+        result = await episode.step(completion.ids, completion.finish)
+        if rows is None:
+            rows = _Rows(completion.head_ids.shape[1])
+            rows.observe(tokens)
+        rows.act(completion, result.reward)
+        metadata |= result.metadata
+        tokens = np.concatenate([tokens, completion.ids, np.asarray(result.observation, np.int32)])
+        if result.done:
+            finish = "length" if completion.finish == "length" else "stop"
+            break
+        if len(tokens) >= max_model_len or turn + 1 == environment.max_turns:
+            break
+        rows.observe(result.observation)
+    assert rows is not None
+    return Trajectory(
+        **rows.arrays(),
+        finish=finish,
+        prompt_id=prompt.id,
+        index=prompt.index,
+        env=prompt.env,
+        metadata=metadata | {"turns": turn + 1},
+    )

@@ -1,0 +1,279 @@
+"""The vLLM engine: AsyncLLM behind our protocol, on CPUs and GPUs.
+
+The engine core is a child process; this side turns requests into vLLM's and its flat log-probabilities into arrays. What
+happens to weights inside the child is in `workers.rollout.vllm_extension`. vLLM is imported in `start`, after its
+environment variables are set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from workers.rollout.engine import Completion, EngineDeadError, PauseMode, SamplingParams, WeightUpdate
+from workers.rollout.torch_engine import check_request
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 256 * 2**20
+"""Weights travel to the engine core in messages of about this size."""
+POLL_S = 0.5
+"""How often a pending call looks whether the engine core is still alive."""
+
+
+class VLLMEngine:
+    """An engine over vLLM.
+
+    Args:
+        model_path: local Hugging Face folder.
+        max_model_len: most tokens of a request, prompt included.
+        dtype: dtype of the engine's weights.
+        seed: seed of the engine's sampling; engines of one run need different ones.
+        threads: CPU threads of the engine core.
+        max_num_seqs: most requests in one step.
+        max_lora_rank: rank of the adapters that will be served; 0: none, weights come as ``full`` or ``merged``.
+        tensor_parallel_size: GPUs that the engine spans.
+        trust_remote_code: run code that the model folder ships.
+        timeout_s: longest time that a call other than `generate` may take.
+        engine_args: more arguments of vLLM's ``AsyncEngineArgs``.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        max_model_len: int = 1024,
+        dtype: str = "float32",
+        seed: int = 0,
+        threads: int = 1,
+        max_num_seqs: int = 256,
+        max_lora_rank: int = 0,
+        tensor_parallel_size: int = 1,
+        trust_remote_code: bool = False,
+        timeout_s: float = 600.0,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        self.version = 0
+        self._max_model_len = max_model_len
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._serves_adapters = max_lora_rank > 0
+        self._args: dict[str, Any] = {
+            "model": model_path,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "seed": seed,
+            "max_num_seqs": max_num_seqs,
+            "tensor_parallel_size": tensor_parallel_size,
+            "trust_remote_code": trust_remote_code,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": -1,
+            "disable_log_stats": True,
+            "worker_extension_cls": "workers.rollout.vllm_extension.WeightExtension",
+        }
+        if self._serves_adapters:
+            self._args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank}
+        self._args |= engine_args or {}
+        self._request_numbers = itertools.count()
+        self._in_flight = 0
+        self._paused = False
+        self._lora_request: Any = None
+        self._llm: Any = None
+        self._vocabulary = 0
+        self._seeds_allowed = False
+        self._parameters: set[str] = set()
+
+    async def start(self) -> None:
+        """Start the engine core and load the model from disk."""
+        on_cpu = not torch.cuda.is_available()
+        for name, value in _environment(on_cpu, self._threads).items():
+            os.environ.setdefault(name, value)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        config = AsyncEngineArgs(**{"enforce_eager": on_cpu, **self._args}).create_engine_config()
+        self._vocabulary = int(config.model_config.get_vocab_size())
+        self._seeds_allowed = not on_cpu
+        self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        self._parameters = set((await self._rpc("rlframe_parameters"))[0])
+        await self._call(self._llm.update_weight_version(str(self.version)), "label the weights")
+
+    async def generate(self, tokens: np.ndarray, params: SamplingParams) -> Completion:
+        """Sample a continuation; see `workers.rollout.engine.Engine.generate`."""
+        check_request(len(tokens), params.max_new_tokens, self._max_model_len)
+        prompt = {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
+        k = min(params.logprobs, self._vocabulary)
+        request_id = str(next(self._request_numbers))
+        stream = self._llm.generate(prompt, self._vllm_params(params, k), request_id, lora_request=self._lora_request)
+        self._in_flight += 1
+        try:
+            (final,) = [output async for output in stream]
+        except Exception as error:
+            if self._llm.errored:
+                raise EngineDeadError("The vLLM engine core died; its log has the reason.") from error
+            raise
+        finally:
+            self._in_flight -= 1
+        return completion_of(final.outputs[0], k)
+
+    def _vllm_params(self, params: SamplingParams, k: int) -> Any:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return VLLMSamplingParams(
+            max_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=params.seed if self._seeds_allowed else None,
+            logprobs=k,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,
+            stop_token_ids=list(params.stop_token_ids),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    async def load_weights(self, update: WeightUpdate) -> str:
+        """Serve ``update`` from now on; see `workers.rollout.engine.Engine.load_weights`."""
+        if not self._paused:
+            raise RuntimeError("Weights can only be loaded into a paused engine; call pause() first.")
+        if (update.mode == "adapter") != self._serves_adapters:
+            served = "adapters" if self._serves_adapters else "full or merged weights"
+            raise ValueError(f"The engine was started for {served} and got a weight update of mode {update.mode!r}.")
+        load = self._load_adapter if update.mode == "adapter" else self._load_parameters
+        checksum = await load(update)
+        await self._call(self._llm.update_weight_version(str(update.version)), "label the weights")
+        self.version = update.version
+        return checksum
+
+    async def _load_parameters(self, update: WeightUpdate) -> str:
+        written: set[str] = set()
+        for blob, specs in chunks(update.tensors, CHUNK_BYTES):
+            written.update((await self._rpc("rlframe_load", blob, specs, update.dtype))[0])
+        if update.mode == "full" and (missing := sorted(self._parameters - written)):
+            raise ValueError(f"The full weight update left parameters of the engine as they were: {missing[:3]}.")
+        return combine_sums(await self._rpc("rlframe_sums"))
+
+    async def _load_adapter(self, update: WeightUpdate) -> str:
+        from vllm.lora.request import LoRARequest
+
+        if self._lora_request is None and self._in_flight:
+            raise RuntimeError("Requests that started without an adapter are in flight; load the first adapter before any.")
+        if update.adapter is None:
+            raise ValueError("An adapter update needs the PEFT configuration in `adapter`.")
+        ((blob, specs),) = chunks(update.tensors, sum(a.nbytes for a in update.tensors.values()))
+        checksum = (await self._rpc("rlframe_load_adapter", blob, specs, update.dtype, update.adapter))[0]
+        # The name is part of the prefix cache's keys: a block of an older adapter can never be taken for a new one's.
+        self._lora_request = LoRARequest(f"policy-{update.version}", 1, "in-memory")
+        return checksum
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling and forget the key-value cache; requests that are kept compute theirs again after `resume`."""
+        await self._call(self._llm.pause_generation(mode=mode, clear_cache=True), "pause")
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Go on sampling."""
+        await self._call(self._llm.resume_generation(), "resume")
+        self._paused = False
+
+    async def health(self) -> None:
+        """Raise EngineDeadError when the engine core is gone or does not answer."""
+        await self._call(self._llm.is_paused(), "answer")
+
+    async def close(self) -> None:
+        """End the engine core."""
+        if self._llm is not None:
+            self._llm.shutdown()
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return await self._call(self._llm.collective_rpc(method, args=args), method)
+
+    async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        """Await ``call``; a dead or silent engine core raises instead of leaving its caller waiting."""
+        task = asyncio.create_task(call)
+        deadline = time.monotonic() + self._timeout_s
+        while not task.done():
+            await asyncio.wait({task}, timeout=POLL_S)
+            if task.done():
+                break
+            if self._llm.errored or time.monotonic() > deadline:
+                task.cancel()
+                reason = "died" if self._llm.errored else f"did not answer within {self._timeout_s:g} s"
+                raise EngineDeadError(f"The vLLM engine core {reason} while it was asked to {what}; its log has the reason.")
+        return task.result()
+
+
+def _environment(on_cpu: bool, threads: int) -> dict[str, str]:
+    """Defaults of vLLM's environment variables; one that the user has set keeps its value."""
+    shared = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if not on_cpu:
+        return shared
+    return shared | {
+        "OMP_NUM_THREADS": str(threads),
+        # The engine core computes in its own process instead of starting another one for it.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Without it the first request that asks for log-probabilities compiles for 17 s.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def completion_of(output: Any, k: int) -> Completion:
+    """Arrays from a vLLM ``CompletionOutput`` with flat log-probabilities.
+
+    vLLM lists the sampled token and then the k likeliest of each position; the head is the latter, so its ids are distinct
+    even where the sampled token comes twice.
+    """
+    flat, n = output.logprobs, len(output.token_ids)
+    ids = np.array(flat.token_ids, dtype=np.int32).reshape(n, k + 1)
+    logprobs = np.array(flat.logprobs, dtype=np.float32).reshape(n, k + 1)
+    versions = np.zeros(n, dtype=np.int32)
+    for span in output.weight_versions or []:
+        versions[span.start : span.end] = int(span.version)
+    return Completion(
+        ids=ids[:, 0],
+        logprobs=logprobs[:, 0],
+        head_ids=ids[:, 1:],
+        head_logprobs=logprobs[:, 1:],
+        versions=versions,
+        finish=output.finish_reason,
+    )
+
+
+def chunks(tensors: dict[str, np.ndarray], size: int) -> Iterator[tuple[bytes, list[tuple[str, list[int]]]]]:
+    """Whole tensors in messages of about ``size`` bytes: their bytes one after another, and (name, shape) of each."""
+    names: list[str] = []
+    filled = 0
+    for name, array in tensors.items():
+        if names and filled + array.nbytes > size:
+            yield _message(tensors, names)
+            names, filled = [], 0
+        names.append(name)
+        filled += array.nbytes
+    if names:
+        yield _message(tensors, names)
+
+
+def _message(tensors: dict[str, np.ndarray], names: list[str]) -> tuple[bytes, list[tuple[str, list[int]]]]:
+    return b"".join(tensors[name].tobytes() for name in names), [(name, list(tensors[name].shape)) for name in names]
+
+
+def combine_sums(ranks: list[dict[str, str]]) -> str:
+    """One checksum from every rank's sums of bit patterns; a parameter with the same sum on all ranks is a replica."""
+    total = 0
+    for name in ranks[0]:
+        sums = [int(rank[name], 16) for rank in ranks]
+        total += sums[0] if len(set(sums)) == 1 else sum(sums)
+    return f"{total % 2**64:016x}"

@@ -1,0 +1,101 @@
+"""What runs inside vLLM's worker processes: load weights, and read back what is served.
+
+The class is mixed into vLLM's worker by ``worker_extension_cls`` and called through ``collective_rpc``; its methods are
+prefixed, because a name that the worker already has is refused. Nothing here knows the asyncio side (`workers.rollout.vllm`).
+
+On a CPU vLLM normally keeps linear weights only in a packed form private to its kernels: they can be neither loaded into nor
+read back, and a tied output head goes stale unseen. `serve_plain_weights` keeps every weight the plain parameter that it is
+on a GPU, so that one path loads and verifies both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.utils as layer_utils
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.platforms import current_platform
+
+from rlframe.checksum import bit_sum, weights_checksum
+from workers.rollout.weights import DTYPES
+
+ADAPTER_ID = 1
+"""The one adapter slot: requests in flight keep their id, so they go on under the weights that replace it."""
+
+TensorSpec = tuple[str, list[int]]
+"""Name and shape of one tensor in a blob."""
+
+
+def serve_plain_weights() -> None:
+    """Multiply by the parameter itself in every linear layer and output head of this (CPU) process."""
+    packing = layer_utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.is_meta or layer.weight.ndim != 2:
+            packing(layer, remove_weight)
+        else:
+            layer.cpu_linear = torch.nn.functional.linear
+
+    layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+if current_platform.is_cpu():
+    serve_plain_weights()
+
+
+def tensors_in(blob: bytes, specs: list[TensorSpec], dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of one dtype that lie one after another in ``blob``; each is a copy of its own."""
+    torch_dtype, offset = DTYPES[dtype], 0
+    flat = torch.frombuffer(bytearray(blob), dtype=torch_dtype)
+    for name, shape in specs:
+        size = torch.Size(shape).numel()
+        yield name, flat[offset : offset + size].view(shape)
+        offset += size
+
+
+class WeightExtension:
+    """Mixed into vLLM's worker; `model_runner` is the worker's own."""
+
+    model_runner: Any
+
+    def rlframe_load(self, blob: bytes, specs: list[TensorSpec], dtype: str) -> list[str]:
+        """Copy tensors with Hugging Face names into the model; returns the engine's names of the parameters written.
+
+        Raises:
+            ValueError: the engine computes in another dtype (copying would round, and no checksum would agree).
+        """
+        if self.model_runner.model_config.dtype != DTYPES[dtype]:
+            raise ValueError(f"The engine serves {self.model_runner.model_config.dtype}, the weight update is {dtype}.")
+        model = self.model_runner.get_model()
+        return sorted(model.load_weights(tensors_in(blob, specs, dtype)))
+
+    def rlframe_parameters(self) -> list[str]:
+        """The engine's names of all parameters, tied ones once."""
+        return sorted(name for name, _ in self.model_runner.get_model().named_parameters())
+
+    def rlframe_sums(self) -> dict[str, str]:
+        """Sum of bit patterns of every parameter as it lies in memory now, in hex, by the engine's names."""
+        return {name: f"{bit_sum(p):x}" for name, p in self.model_runner.get_model().named_parameters()}
+
+    def rlframe_load_adapter(self, blob: bytes, specs: list[TensorSpec], dtype: str, config: dict[str, Any]) -> str:
+        """Replace the served adapter, and return the checksum of its tensors.
+
+        Raises:
+            ValueError: the adapter has tensors for no module of the model.
+            RuntimeError: what the layers hold afterwards is not what was sent.
+        """
+        manager = self.model_runner.lora_manager
+        tensors = dict(tensors_in(blob, specs, dtype))
+        checksum = weights_checksum(tensors.values())
+        lora = LoRAModel.from_lora_tensors(
+            ADAPTER_ID, tensors, PEFTHelper.from_dict(config), device="cpu", dtype=manager.lora_config.lora_dtype
+        )
+        adapters = manager._adapter_manager
+        adapters.remove_adapter(ADAPTER_ID)
+        adapters.add_adapter(lora)
+        adapters.activate_adapter(ADAPTER_ID)
+        return checksum

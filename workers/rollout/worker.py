@@ -1,0 +1,258 @@
+"""The rollout worker: one engine, one environment, many episodes on one asyncio loop.
+
+A plain class; `trainer` wraps it as a Ray actor (``ray.remote(RolloutWorker)``). One remote call carries many prompts or many
+trajectories, as flat arrays. What an episode is lives in `workers.rollout.episode`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlframe.config import Config, ConfigError
+from rlframe.types import Batch, Prompt, Trajectory
+from workers.environments import make_environment
+from workers.environments.base import Environment
+from workers.process import redirect_output
+from workers.rollout.engine import Completion, Engine, EngineDeadError, SamplingParams, WeightUpdate
+from workers.rollout.episode import derive_seed, run_episode
+
+PROBE_TOKENS = 8
+"""Tokens sampled by `RolloutWorker.probe`."""
+COUNTERS = ("tokens", "busy_s", "failed", "timeouts")
+"""What `RolloutWorker.stats` counts."""
+
+
+@dataclass
+class Collected:
+    """What finished since the last `RolloutWorker.collect`; every prompt appears once, in ``slots`` or in ``failures``."""
+
+    slots: list[int]
+    """Slots of the prompts of which at least one rollout succeeded, all of its rollouts having ended."""
+    counts: list[int]
+    """Trajectories of each of these; fewer than were asked for when some rollouts failed."""
+    batch: Batch | None
+    """All their trajectories, in the order of ``slots``; None when there are none."""
+    failures: list[tuple[int, str]]
+    """Slot and reason of prompts of which no rollout succeeded."""
+    lost: int = 0
+    """Rollouts that failed, in both kinds of prompts."""
+
+    def by_slot(self) -> Iterator[tuple[int, Batch]]:
+        """Each slot with its own trajectories."""
+        first = 0
+        for slot, count in zip(self.slots, self.counts, strict=True):
+            assert self.batch is not None
+            yield slot, self.batch.select(range(first, first + count))
+            first += count
+
+
+def make_engine(config: Config, model_path: str, index: int) -> Engine:
+    """The engine of worker ``index`` as the configuration asks for it, not started.
+
+    Raises:
+        ConfigError: ``rollout.engine`` is not known.
+    """
+    rollout = config.rollout
+    threads = max(1, int(rollout.cpus))
+    if rollout.engine == "torch":
+        import torch
+
+        from workers.rollout.torch_engine import TorchEngine
+
+        torch.set_num_threads(threads)
+        return TorchEngine(
+            model_path,
+            max_model_len=rollout.max_model_len,
+            dtype=rollout.dtype,
+            device="cuda" if rollout.gpus else "cpu",
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    if rollout.engine == "vllm":
+        from workers.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(
+            model_path,
+            max_model_len=rollout.max_model_len,
+            dtype=rollout.dtype,
+            seed=derive_seed(config.seed, index) % 2**31,
+            threads=threads,
+            max_num_seqs=rollout.max_concurrency,
+            max_lora_rank=config.actor.lora.rank if rollout.weight_sync == "adapter" else 0,
+            tensor_parallel_size=rollout.tensor_parallel_size,
+            trust_remote_code=config.model.trust_remote_code,
+            timeout_s=rollout.timeout_s,
+            engine_args=rollout.engine_args,
+        )
+    raise ConfigError(f"rollout.engine={rollout.engine} is not an engine; use vllm or torch.")
+
+
+class RolloutWorker:
+    """Owns an engine and runs episodes on it; all methods but the constructor belong to one asyncio loop.
+
+    Args:
+        config: the whole job.
+        model_path: local Hugging Face folder of the base model and its tokenizer.
+        index: number of this worker; engines of one run sample from different seeds.
+        log_file: where this process and its children write stdout and stderr from now on; None: nothing is redirected.
+    """
+
+    def __init__(self, config: Config, model_path: str, index: int = 0, log_file: str | None = None) -> None:
+        redirect_output(log_file)
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
+        )
+        self.config = config
+        self.environment: Environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=config.eval.size)
+        self.engine: Engine = make_engine(config, model_path, index)
+        self._places = asyncio.Semaphore(config.rollout.max_concurrency)
+        self._tasks: set[asyncio.Task] = set()
+        self._finished: list[tuple[int, list[Trajectory], list[str]]] = []
+        self._news = asyncio.Event()
+        self._counters = dict.fromkeys(COUNTERS, 0.0)
+        self._in_flight = 0
+        self._busy_since = 0.0
+
+    async def start(self) -> None:
+        """Start the engine."""
+        start = getattr(self.engine, "start", None)
+        if start is not None:
+            await start()
+
+    async def submit(self, prompts: Sequence[Prompt], slots: Sequence[int], rollouts: int, sampling: SamplingParams) -> None:
+        """Start ``rollouts`` episodes of every prompt and return; `collect` brings them back under the prompt's slot."""
+        for prompt, slot in zip(prompts, slots, strict=True):
+            task = asyncio.create_task(self._run_prompt(prompt, slot, rollouts, sampling))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def collect(self, timeout_s: float = 1.0) -> Collected:
+        """Wait for at least one prompt to finish, or for the time limit, and return all that have finished."""
+        if not self._finished:
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), timeout_s)
+        finished, self._finished = self._finished, []
+        done = [(slot, trajectories) for slot, trajectories, _ in finished if trajectories]
+        flat = [t for _, trajectories in done for t in trajectories]
+        return Collected(
+            slots=[slot for slot, _ in done],
+            counts=[len(trajectories) for _, trajectories in done],
+            batch=Batch.from_trajectories(flat) if flat else None,
+            failures=[(slot, reasons[0]) for slot, trajectories, reasons in finished if not trajectories],
+            lost=sum(len(reasons) for _, _, reasons in finished),
+        )
+
+    async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Batch:
+        """One episode of every prompt, in their order.
+
+        Raises:
+            RuntimeError: an episode failed; an evaluation over fewer problems would be another number.
+        """
+        results = await asyncio.gather(*(self._episode(prompt, 0, sampling) for prompt in prompts))
+        failed = [f"prompt {p.id!r}: {r}" for p, r in zip(prompts, results, strict=True) if isinstance(r, str)]
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {len(prompts)} evaluation episodes failed, first {failed[0]}")
+        return Batch.from_trajectories([r for r in results if not isinstance(r, str)])
+
+    async def update_weights(self, update: WeightUpdate) -> str:
+        """Pause, load, go on; returns the engine's checksum of what it now serves.
+
+        After a failure the engine stays paused: nothing is sampled from weights that nobody knows.
+
+        Raises:
+            EngineDeadError: the update took longer than ``rollout.timeout_s``, or the engine died.
+            ValueError: the update does not fit the engine's model.
+        """
+        try:
+            async with asyncio.timeout(self.config.rollout.timeout_s):
+                await self.engine.pause("abort" if self.config.rollout.on_update == "abort" else "keep")
+                checksum = await self.engine.load_weights(update)
+                await self.engine.resume()
+        except TimeoutError as error:
+            raise EngineDeadError(
+                f"The update to version {update.version} took longer than rollout.timeout_s={self.config.rollout.timeout_s:g}."
+            ) from error
+        return checksum
+
+    async def probe(self, tokens: np.ndarray, k: int) -> Completion:
+        """A short continuation of a fixed prompt at the rollout temperature, token by token as rollouts are sampled.
+
+        Its log-probabilities show which weights are *computed with*; a checksum only shows which are stored.
+        """
+        room = self.config.rollout.max_model_len - len(tokens)
+        sampling = SamplingParams(
+            max_new_tokens=min(PROBE_TOKENS, room), temperature=self.config.rollout.temperature, logprobs=k, seed=0
+        )
+        async with asyncio.timeout(self.config.rollout.timeout_s):
+            return await self.engine.generate(tokens, sampling)
+
+    async def stats(self) -> dict[str, float]:
+        """Since the last call: ``tokens`` sampled, ``busy_s`` with an episode running, episodes ``failed`` and ``timeouts``
+        among them; and the episodes now ``in_flight``.
+        """
+        if self._in_flight:
+            self._count_busy()
+        counters, self._counters = self._counters, dict.fromkeys(COUNTERS, 0.0)
+        return counters | {"in_flight": float(self._in_flight)}
+
+    async def health(self) -> None:
+        """Return if the engine can serve; raise EngineDeadError if not."""
+        await self.engine.health()
+
+    async def close(self) -> None:
+        """End all episodes and the engine."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.engine.close()
+
+    async def _run_prompt(self, prompt: Prompt, slot: int, rollouts: int, sampling: SamplingParams) -> None:
+        results = await asyncio.gather(*(self._episode(prompt, n, sampling) for n in range(rollouts)))
+        trajectories = [r for r in results if not isinstance(r, str)]
+        self._finished.append((slot, trajectories, [r for r in results if isinstance(r, str)]))
+        self._news.set()
+
+    async def _episode(self, prompt: Prompt, number: int, sampling: SamplingParams) -> Trajectory | str:
+        """One trajectory, or why there is none."""
+        self._enter()
+        limit = self.config.rollout.timeout_s
+        params = replace(sampling, seed=derive_seed(self.config.seed, prompt.index, number))
+        try:
+            async with self._places, asyncio.timeout(limit):
+                trajectory = await run_episode(
+                    self.engine, self.environment, prompt, params, max_model_len=self.config.rollout.max_model_len
+                )
+            self._counters["tokens"] += float(trajectory.action_mask.sum())
+            return trajectory
+        except TimeoutError:
+            self._counters["failed"] += 1
+            self._counters["timeouts"] += 1
+            return f"timed out: the episode took longer than rollout.timeout_s={limit:g}"
+        except Exception as error:
+            self._counters["failed"] += 1
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        if self._in_flight == 0:
+            self._busy_since = time.monotonic()
+        self._in_flight += 1
+
+    def _leave(self) -> None:
+        self._in_flight -= 1
+        if self._in_flight == 0:
+            self._count_busy()
+
+    def _count_busy(self) -> None:
+        now = time.monotonic()
+        self._counters["busy_s"] += now - self._busy_since
+        self._busy_since = now
