@@ -19,6 +19,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from rlframe.heads import head_fault
+
 Finish = Literal["stop", "length", "abort", "error"]
 FINISHES: tuple[str, ...] = get_args(Finish)
 
@@ -55,8 +57,9 @@ class Trajectory:
     """One finished episode, token by token.
 
     Raises:
-        ValueError: lengths differ, an action token has no finite log-probability (or a positive one), the first token is
-            an action (nothing produced it), or ``finish`` is unknown. The message names the trajectory and the field.
+        ValueError: lengths differ, an action token has no finite log-probability (or a positive one), the first token is an
+            action (nothing produced it), a head is shifted, duplicated or over-full, or ``finish`` is unknown. The message
+            names the trajectory and the field.
     """
 
     tokens: np.ndarray
@@ -95,7 +98,7 @@ class Trajectory:
     @property
     def name(self) -> str:
         """How messages refer to this trajectory."""
-        return f"trajectory of prompt {self.prompt_id!r} (index {self.index})"
+        return _name(self.prompt_id, self.index)
 
     @property
     def reward(self) -> float:
@@ -107,6 +110,10 @@ class Trajectory:
         """Version that sampled the oldest action token; staleness counts from here. -1 without actions."""
         sampled = self.versions[self.action_mask]
         return int(sampled.min()) if len(sampled) else -1
+
+
+def _name(prompt_id: str, index: int) -> str:
+    return f"trajectory of prompt {prompt_id!r} (index {index})"
 
 
 def _check_trajectory(t: Trajectory) -> None:
@@ -127,6 +134,11 @@ def _check_trajectory(t: Trajectory) -> None:
         raise ValueError(f"{t.name}: logprobs has a missing or non-finite value on an action token.")
     if len(actions) and actions.max() > 1e-4:
         raise ValueError(f"{t.name}: logprobs has a positive value ({actions.max():.4g}) on an action token.")
+    if t.head_ids.shape[1] and len(actions):
+        rows = np.flatnonzero(t.action_mask)
+        fault = head_fault(t.tokens[rows], actions, t.head_ids[rows], t.head_logprobs[rows])
+        if fault:
+            raise ValueError(f"{t.name}: action token {rows[fault[0]]} {fault[1]}.")
     if not np.isfinite(t.rewards).all():
         raise ValueError(f"{t.name}: rewards has a non-finite value.")
 
@@ -221,6 +233,10 @@ class Batch:
     def lengths(self) -> np.ndarray:
         """int64[B], tokens of every trajectory."""
         return np.diff(self.offsets)
+
+    def name(self, b: int) -> str:
+        """How messages refer to trajectory ``b``."""
+        return _name(self.prompt_ids[b], int(self.indices[b]))
 
     def trajectory(self, b: int) -> Trajectory:
         """Trajectory ``b`` as views into this batch."""

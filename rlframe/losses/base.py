@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ class LMHead:
     """The output projection as the losses need it; logits = softcap(hidden @ weight.T + bias)."""
 
     weight: Tensor
-    """[V, H] (or [V / shards, H] when vocabulary-parallel), any float dtype; gradients are computed only if it requires them."""
+    """[V, H] (or [V / shards, H] when vocabulary-parallel), any float dtype; its gradient is computed only if required."""
     bias: Tensor | None = None
     """[V]"""
     softcap: float | None = None
@@ -55,6 +55,25 @@ class LossOutputs:
     """Detached float32[N] arrays (``values``, ``logprobs``, ``entropy``, ...), 0 off the mask."""
     per_trajectory: dict[str, Tensor] = field(default_factory=dict)
     """Detached float32[B] arrays (``bootstrap``, ...)."""
+
+
+class TokenLoss(NamedTuple):
+    """What a policy loss says about C action tokens, each on its own."""
+
+    loss: Tensor
+    """[C], the loss of each token."""
+    slope: Tensor
+    """[C], its derivative with respect to the token's log-probability."""
+    weight: Tensor
+    """[C], the factor on the plain score A grad log p, detached."""
+    clipped: Tensor
+    """bool[C], where clipping, truncation or a band changed the factor; measured on the ratio before it is changed."""
+
+
+class PolicyTokenLoss(Protocol):
+    """A policy loss as a function of one token: log p, log q and the advantage, all [C]."""
+
+    def __call__(self, logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor) -> TokenLoss: ...
 
 
 class Loss(Protocol):

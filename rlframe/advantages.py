@@ -1,0 +1,211 @@
+"""Advantages and returns: skip-observation GAE for a critic, and baselines without one.
+
+Runs in the controller on whole batches, in numpy. The critic's values come from `rlframe.losses.value`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlframe.alignment import action_rows, trajectory_of
+from rlframe.config import AlgorithmConfig, ConfigError
+from rlframe.types import Batch
+from rlframe.validation import check_batch, check_finite, check_rows
+
+
+def adaptive_lambda(lengths: np.ndarray, alpha: float) -> np.ndarray:
+    """1 - 1 / (alpha l), clamped to [0, 1], for trajectories with l action tokens (VAPO, arXiv 2504.05118, section 4).
+
+    Longer answers get a lambda nearer 1, so that the reward at their end still reaches their beginning.
+
+    Args:
+        lengths: int[B], action tokens; 0 is legal and gives 0.
+        alpha: positive.
+
+    Returns:
+        float64[B]
+    """
+    return np.clip(1 - 1 / (alpha * np.maximum(lengths, 1e-9)), 0.0, 1.0)
+
+
+def skip_observation_gae(batch: Batch, gamma: float, lam: float | np.ndarray) -> np.ndarray:
+    """Generalised advantage estimation over the subsequence of action tokens (SAO, arXiv 2607.07508, equations 4 and 5).
+
+    Observations are context, not positions: the successor of the last token of an action is the first token of the next one.
+    A trajectory cut by a budget (``finish`` is ``length``) is bootstrapped from ``batch.bootstrap``, others from 0.
+
+    Args:
+        batch: with ``values`` and, if a trajectory was cut, ``bootstrap``.
+        gamma: discount per action token.
+        lam: lambda, a number or float[B].
+
+    Returns:
+        float64[N], 0 off the mask.
+
+    Raises:
+        ValueError: values are missing, of the wrong shape or not finite on an action token, or a bootstrap is.
+    """
+    rows, _ = action_rows(batch)
+    segments = trajectory_of(batch, rows)
+    check_rows(batch, batch.num_tokens, "values", "rewards")
+    check_finite(batch, rows, "values")
+    values = batch.values[rows].astype(np.float64)  # type: ignore[index]
+    lengths = np.bincount(segments, minlength=len(batch))
+    ends = np.cumsum(lengths)[lengths > 0] - 1
+    following = np.append(values[1:], 0.0)
+    following[ends] = _final_values(batch)[lengths > 0]
+    deltas = action_rewards(batch) + gamma * following - values
+    decay = np.broadcast_to(gamma * np.asarray(lam, np.float64), (len(batch),))
+    advantages = np.zeros(batch.num_tokens)
+    advantages[rows] = discounted_sums(deltas, lengths, decay)
+    return advantages
+
+
+def action_rewards(batch: Batch) -> np.ndarray:
+    """float64[A], the rewards of a batch moved onto its action tokens.
+
+    A reward on an observation goes to the last action token before it, or, before the first action, to that first one; a
+    trajectory without action tokens has nowhere to put its rewards.
+    """
+    rows, _ = action_rows(batch)
+    paid = np.flatnonzero(batch.rewards)
+    owner = trajectory_of(batch, paid)
+    first = np.searchsorted(rows, batch.offsets)
+    position = np.clip(np.searchsorted(rows, paid, side="right") - 1, first[owner], first[owner + 1] - 1)
+    acting = first[owner + 1] > first[owner]
+    return np.bincount(position[acting], weights=batch.rewards[paid[acting]].astype(np.float64), minlength=len(rows))
+
+
+def discounted_sums(deltas: np.ndarray, lengths: np.ndarray, decay: np.ndarray) -> np.ndarray:
+    """x_t = delta_t + decay x_{t+1} within each of B consecutive runs.
+
+    Args:
+        deltas: float64[A], the runs one after the other.
+        lengths: int[B], their lengths.
+        decay: float64[B]
+    """
+    order = np.argsort(-lengths, kind="stable")
+    ends = np.cumsum(lengths)[order]
+    ordered, factor = lengths[order], decay[order]
+    out = np.empty_like(deltas)
+    carry = np.zeros(len(lengths))
+    for step in range(1, int(ordered[0]) + 1 if len(ordered) else 1):
+        alive = int(np.searchsorted(-ordered, -step, side="right"))
+        index = ends[:alive] - step
+        carry = carry[:alive] * factor[:alive] + deltas[index]
+        out[index] = carry
+    return out
+
+
+def group_advantages(rewards: np.ndarray, groups: np.ndarray, normalize: bool = False) -> np.ndarray:
+    """Reward minus the mean reward of the group, over its standard deviation if asked (GRPO, arXiv 2402.03300).
+
+    Args:
+        rewards: float[B], total reward of every trajectory.
+        groups: int[B], equal within a group.
+        normalize: divide by the sample standard deviation (n - 1); a group without spread gets 0.
+
+    Returns:
+        float64[B]; a group of one gets 0.
+    """
+    _, member, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    rewards = np.asarray(rewards, np.float64)
+    centred = rewards - (np.bincount(member, weights=rewards) / sizes)[member]
+    if not normalize:
+        return centred
+    spread = np.sqrt(np.bincount(member, weights=centred**2) / np.maximum(sizes - 1, 1))[member]
+    return np.divide(centred, spread, out=np.zeros_like(centred), where=spread > 1e-6)
+
+
+@dataclass
+class RunningMean:
+    """Exponential mean of the rewards of past batches: a baseline that no reward of the present batch enters.
+
+    Before the first batch there is no past, and the mean of that batch stands in.
+    """
+
+    decay: float = 0.95
+    """Weight of the past at every batch, in [0, 1)."""
+    total: float = 0.0
+    """Weighted sum of the batch means so far."""
+    weight: float = 0.0
+    """Sum of their weights; dividing by it removes the bias toward 0 of the first batches."""
+
+    @property
+    def mean(self) -> float:
+        """The baseline; NaN before the first batch."""
+        return self.total / self.weight if self.weight else float("nan")
+
+    def baseline(self, rewards: np.ndarray) -> float:
+        """The baseline for a batch with these total rewards [B], which then becomes part of the past."""
+        present = float(np.mean(rewards, dtype=np.float64))
+        baseline = self.mean if self.weight else present
+        self.total = self.decay * self.total + (1 - self.decay) * present
+        self.weight = self.decay * self.weight + (1 - self.decay)
+        return baseline
+
+    def state_dict(self) -> dict[str, float]:
+        """Plain floats, for a checkpoint."""
+        return {"decay": self.decay, "total": self.total, "weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from `state_dict`."""
+        self.decay, self.total, self.weight = (float(state[name]) for name in ("decay", "total", "weight"))
+
+
+def compute_advantages(batch: Batch, algorithm: AlgorithmConfig, running_mean: RunningMean | None = None) -> None:
+    """Fill ``batch.advantages`` and ``batch.returns`` (float32[N], 0 off the mask) as ``algorithm.advantage`` says.
+
+    ``gae``: advantages with lambda_policy, returns = advantages with lambda_critic + values. Otherwise every action token of a
+    trajectory gets its total reward minus a baseline, and the total reward as return.
+
+    Raises:
+        ValueError: an empty batch, or values that are missing or not finite.
+        ConfigError: an advantage that is not known, or ``running_mean`` without a `RunningMean`.
+    """
+    check_batch(batch)
+    rows, _ = action_rows(batch)
+    check_finite(batch, np.arange(batch.num_tokens), "rewards")
+    if algorithm.advantage == "gae":
+        lengths = np.bincount(trajectory_of(batch, rows), minlength=len(batch))
+        adaptive = algorithm.lambda_policy == "adaptive"
+        lam = adaptive_lambda(lengths, algorithm.lambda_alpha) if adaptive else float(algorithm.lambda_policy)
+        batch.advantages = skip_observation_gae(batch, algorithm.gamma, lam).astype(np.float32)
+        targets = np.zeros(batch.num_tokens)
+        targets[rows] = skip_observation_gae(batch, algorithm.gamma, algorithm.lambda_critic)[rows] + batch.values[rows]  # type: ignore[index]
+        batch.returns = targets.astype(np.float32)
+        return
+    rewards = np.add.reduceat(np.append(batch.rewards, 0.0).astype(np.float64), batch.offsets[:-1]) * (batch.lengths > 0)
+    advantages = _baselined(rewards, batch, algorithm, running_mean)
+    owner = trajectory_of(batch, rows)
+    batch.advantages, batch.returns = np.zeros((2, batch.num_tokens), np.float32)
+    batch.advantages[rows], batch.returns[rows] = advantages[owner], rewards[owner]
+
+
+def _baselined(rewards: np.ndarray, batch: Batch, algorithm: AlgorithmConfig, running_mean: RunningMean | None) -> np.ndarray:
+    if algorithm.advantage == "none":
+        return rewards
+    if algorithm.advantage == "group":
+        return group_advantages(rewards, batch.indices, algorithm.normalize_advantages)
+    if algorithm.advantage != "running_mean":
+        raise ConfigError(f"algorithm.advantage={algorithm.advantage} is not known; choose gae, running_mean, group or none.")
+    if running_mean is None:
+        raise ConfigError("algorithm.advantage=running_mean needs a RunningMean that lives as long as the run.")
+    return rewards - running_mean.baseline(rewards)
+
+
+def _final_values(batch: Batch) -> np.ndarray:
+    """float64[B], V after the last token where a budget cut the trajectory, 0 where it ended."""
+    cut = np.array([reason == "length" for reason in batch.finish], dtype=bool)
+    if not cut.any():
+        return np.zeros(len(batch))
+    if batch.bootstrap is None or batch.bootstrap.shape != (len(batch),):
+        raise ValueError(
+            f"{batch.name(int(np.argmax(cut)))}: it was cut (finish is length), but the batch has no bootstrap values."
+        )
+    bad = cut & ~np.isfinite(batch.bootstrap)
+    if bad.any():
+        raise ValueError(f"{batch.name(int(np.argmax(bad)))}: bootstrap is not finite.")
+    return np.where(cut, batch.bootstrap, 0.0).astype(np.float64)

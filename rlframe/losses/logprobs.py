@@ -1,0 +1,63 @@
+"""Forward only: log-probabilities and entropy of action tokens under the trainer, for probes and checks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlframe.alignment import action_rows
+from rlframe.losses.base import LossInputs, LossOutputs
+from rlframe.losses.fused import Slopes, fused_loss
+from rlframe.validation import check_rows
+
+
+class _Record:
+    """`rlframe.losses.fused.Objective` that keeps log-probabilities and has no loss."""
+
+    has_factors = False
+
+    def __init__(self, tokens: Tensor, head_ids: Tensor | None) -> None:
+        self.tokens, self.head_ids = tokens, head_ids
+
+    def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor | None) -> Slopes:
+        zero = torch.zeros_like(logprobs).unsqueeze(0)
+        return Slopes(zero[0], None, zero if head_logprobs is None else torch.cat([zero, head_logprobs.T]))
+
+    def factors(self, logprobs: Tensor) -> Tensor:
+        return torch.ones_like(logprobs)
+
+
+class LogProbs:
+    """``logprobs`` [N] and ``entropy`` [N] of every action token, and ``head_logprobs`` [N, k] at the batch's ``head_ids``."""
+
+    needs = "lm_head"
+
+    def __init__(self, temperature: float = 1.0, head: bool = False) -> None:
+        self.temperature = temperature
+        self.head = head
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """Log-probabilities of a micro-batch, nats, 0 off the mask.
+
+        Raises:
+            ValueError: shapes differ.
+        """
+        if inputs.lm_head is None:
+            raise ValueError("Log-probabilities need the lm_head.")
+        batch, device = inputs.batch, inputs.hidden.device
+        check_rows(batch, len(inputs.hidden))
+        rows, producers = action_rows(batch)
+        index = torch.from_numpy(rows).to(device)
+        tokens = torch.from_numpy(batch.tokens[rows]).to(device).long()
+        head_ids = torch.from_numpy(batch.head_ids[rows].clip(min=0)).to(device) if self.head else None
+        with torch.no_grad():
+            acting = inputs.hidden.index_select(0, torch.from_numpy(producers).to(device))
+            out = fused_loss(acting, inputs.lm_head, _Record(tokens, head_ids), self.temperature)
+        columns = {"logprobs": out.logprobs, "entropy": out.entropy}
+        if self.head:
+            columns["head_logprobs"] = out.stats[1:].T
+        per_token = {}
+        for name, column in columns.items():
+            per_token[name] = torch.zeros(batch.num_tokens, *column.shape[1:], device=device)
+            per_token[name][index] = column.float()
+        return LossOutputs(None, per_token=per_token)

@@ -1,0 +1,81 @@
+"""Metrics of a policy loss, as mergeable sums; their names are the field's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from rlframe.corrections import LOG_RATIO_BOUND
+from rlframe.losses.fused import FusedOutputs
+from rlframe.metrics import Metrics
+
+if TYPE_CHECKING:
+    from rlframe.losses.policy import PolicyObjective
+
+
+def policy_metrics(objective: PolicyObjective, out: FusedOutputs) -> Metrics:
+    """Statistics of one micro-batch of whole trajectories; empty for one without action tokens.
+
+    Token means run over all action tokens, those that rejection drops included; trajectory means over the trajectories that
+    have action tokens, so that a fully masked one changes nothing.
+    """
+    metrics = Metrics()
+    count = len(out.logprobs)
+    if not count:
+        return metrics
+    # One transfer from the device for everything.
+    table = torch.cat([torch.stack([out.logprobs, out.entropy, objective.sampler_logprobs]), out.stats]).double().cpu().numpy()
+    logprobs, entropy, sampler = table[:3]
+    stats = dict(zip(objective.STATS, table[3:], strict=False))
+    metrics.mean("actor/pg_loss", stats["loss"].sum(), count)
+    metrics.mean("actor/entropy", entropy.sum(), count)
+    _mismatch(metrics, logprobs, sampler, objective.data.segments.cpu().numpy(), objective.data.count)
+    _weights(metrics, objective, stats)
+    if objective.keep is not None:
+        metrics.mean("rollout_corr/rollout_rs_masked_fraction", float((~objective.keep).sum()), count)
+    for name, key in (
+        ("actor/sc_correction", "correction"),
+        ("actor/sc_sampler_head_mass", "sampler_mass"),
+        ("actor/sc_train_head_mass", "trainer_mass"),
+        ("actor/sc_coefficient_l1", "coefficient_l1"),
+    ):
+        if key in stats:
+            metrics.mean(name, stats[key].sum(), count)
+    return metrics
+
+
+def _mismatch(metrics: Metrics, logprobs: np.ndarray, sampler: np.ndarray, segments: np.ndarray, trajectories: int) -> None:
+    """How far trainer and sampler are apart, per token and per trajectory."""
+    count = len(logprobs)
+    log_ratio = logprobs - sampler
+    bounded = log_ratio.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    metrics.mean("rollout_corr/kl", -log_ratio.sum(), count)
+    metrics.mean("rollout_corr/k3_kl", (np.expm1(bounded) - bounded).sum(), count)
+    metrics.mean("rollout_corr/chi2_token", np.expm1(2 * bounded).sum(), count)
+    lengths = np.bincount(segments, minlength=trajectories)
+    acting = lengths > 0
+
+    def totals(values: np.ndarray) -> np.ndarray:
+        return np.bincount(segments, weights=values, minlength=trajectories)[acting]
+
+    sequence = totals(log_ratio).clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    metrics.mean("rollout_corr/chi2_seq", np.expm1(2 * sequence).sum(), acting.sum())
+    for name, values in (("training_ppl", logprobs), ("rollout_ppl", sampler)):
+        metrics.mean(f"rollout_corr/{name}", np.exp(-totals(values) / lengths[acting]).sum(), acting.sum())
+
+
+def _weights(metrics: Metrics, objective: PolicyObjective, stats: dict[str, np.ndarray]) -> None:
+    """Importance weights as applied, before rejection."""
+    if not objective.rules.weighs:
+        return
+    weights, clipped = stats["weight"], stats["clipped"]
+    if objective.sequence_weights is not None:
+        weights = objective.sequence_weights.double().cpu().numpy()
+        clipped = objective.sequence_clipped.double().cpu().numpy()
+    metrics.mean("rollout_corr/rollout_is_mean", weights.sum(), len(weights))
+    metrics.max("rollout_corr/rollout_is_max", weights.max())
+    metrics.min("rollout_corr/rollout_is_min", weights.min())
+    metrics.effective_sample_size("rollout_corr/rollout_is_eff_sample_size", weights)
+    metrics.mean("actor/clip_fraction", clipped.sum(), len(weights))

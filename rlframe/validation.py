@@ -1,0 +1,53 @@
+"""Checks of batches before they are used; every refusal names the trajectory and the field.
+
+Checks of one trajectory live where it is built (`rlframe.types`), checks of the heads in `rlframe.score_centering`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlframe.types import Batch
+
+
+def check_batch(batch: Batch) -> None:
+    """Refuse a whole batch that nothing can be learned from.
+
+    Raises:
+        ValueError: no trajectories, or none with an action token.
+    """
+    if not len(batch):
+        raise ValueError("The batch has no trajectories.")
+    if not batch.num_actions:
+        raise ValueError(f"The batch of {len(batch)} trajectories has no action token: action_mask is False everywhere.")
+
+
+def check_rows(batch: Batch, hidden_rows: int, *learner: str) -> None:
+    """Refuse arrays that do not have one row per token.
+
+    Raises:
+        ValueError: a per-token array or the hidden states have another number of rows, or a learner array is missing.
+    """
+    n = batch.num_tokens
+    if hidden_rows != n:
+        raise ValueError(f"hidden has {hidden_rows} rows, but the batch has {n} tokens.")
+    for name in ("tokens", "action_mask", "logprobs", *learner):
+        array = getattr(batch, name)
+        if array is None:
+            raise ValueError(f"The batch has no {name}; compute them first.")
+        if array.shape != (n,):
+            raise ValueError(f"{name} has shape {array.shape}, but the batch has {n} tokens.")
+
+
+def check_finite(batch: Batch, rows: np.ndarray, *names: str) -> None:
+    """Refuse NaN and infinity on action tokens.
+
+    Raises:
+        ValueError: a field has a non-finite value at one of ``rows``.
+    """
+    for name in names:
+        good = np.isfinite(getattr(batch, name)[rows])
+        if not good.all():
+            row = int(rows[np.argmin(good)])
+            b = int(np.searchsorted(batch.offsets, row, side="right")) - 1
+            raise ValueError(f"{batch.name(b)}: {name} is not finite at action token {row - int(batch.offsets[b])}.")
