@@ -72,8 +72,6 @@ class AlgorithmConfig:
     """Importance weight of trainer against sampler: null, ``token`` or ``sequence``."""
     rollout_is_threshold: Any = 2.0
     """A number c (truncate at c) or ``"lo_hi"`` (zero outside the band)."""
-    rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over the batch."""
     rollout_rs: Optional[str] = None
     """Rejection: ``token_k1``.. ``seq_max_k3``, or null."""
     rollout_rs_threshold: Any = None
