@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import netrc
 import os
+import secrets
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -138,20 +140,29 @@ def _keep_until(path: Path, step: int) -> None:
     os.replace(temporary, path)
 
 
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].rstrip("/")
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
 def _start_wandb(config: Config, run_dir: Path, run_id: str | None) -> Any:
-    mode = config.log.wandb
+    mode: Any = config.log.wandb
     if mode == "disabled":
         return None
     import wandb
 
     if mode == "auto":
-        has_key = bool(os.environ.get("WANDB_API_KEY")) or ((Path.home() / ".netrc").exists() and wandb.api.api_key)
-        mode = "online" if has_key else "offline"
+        mode = "online" if _has_wandb_key() else "offline"
     return wandb.init(
         project=config.log.project,
         entity=config.log.entity,
         name=config.name,
-        id=run_id or wandb.util.generate_id(),
+        id=run_id or secrets.token_hex(4),
         resume="allow",
         mode=mode,
         dir=str(run_dir),
