@@ -182,11 +182,6 @@ def _correction(config: Config) -> None:
         "whose loss already has it; set algorithm.rollout_is=null or algorithm.policy_loss=reinforce.",
     )
     _refuse(
-        a.rollout_is_batch_normalize and a.rollout_is is None,
-        "algorithm.rollout_is_batch_normalize=true has no weights to normalise with algorithm.rollout_is=null; "
-        "set algorithm.rollout_is=token or sequence.",
-    )
-    _refuse(
         a.policy_loss == "dis" and a.clip_low >= 1,
         f"algorithm.clip_low={a.clip_low} makes the lower end of the ratio band 0 or less with algorithm.policy_loss=dis; "
         "it must be below 1.",
@@ -223,19 +218,14 @@ def _score_centering(config: Config) -> None:
     on = "algorithm.score_centering=true"
     off = "set algorithm.score_centering=false"
     _refuse(
-        a.policy_loss not in ("reinforce", "dis"),
-        f"{on} is not defined for algorithm.policy_loss={a.policy_loss}, whose weight depends on the advantage or keeps "
-        f"clipped tokens; choose algorithm.policy_loss=reinforce or dis, or {off}.",
+        a.policy_loss == "ppo_clip",
+        f"{on} needs a weight that does not depend on the advantage and algorithm.policy_loss=ppo_clip clips by its sign; "
+        f"choose algorithm.policy_loss=reinforce, dis or cispo, or {off}.",
     )
     _refuse(
         a.rollout_is == "sequence",
         f"{on} needs one weight per token and algorithm.rollout_is=sequence gives one per sequence; "
         f"set algorithm.rollout_is=token or null, or {off}.",
-    )
-    _refuse(
-        a.rollout_is_batch_normalize,
-        f"{on} needs weights that depend on one token only and algorithm.rollout_is_batch_normalize=true divides them by a "
-        f"mean over the batch; set algorithm.rollout_is_batch_normalize=false, or {off}.",
     )
     for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0), ("min_p", r.min_p, 0)):
         _refuse(
@@ -310,7 +300,8 @@ def _sessions(config: Config) -> None:
             any(not pattern for pattern in section.frozen_patterns),
             f"{role}.frozen_patterns has an empty pattern, which every parameter name contains; leave it out.",
         )
-        _targets(role, section.lora.targets)
+        if section.lora.targets or not section.lora.target_parameters:
+            _targets(role, section.lora.targets)
 
 
 def _targets(role: str, targets: Any) -> None:
@@ -320,9 +311,11 @@ def _targets(role: str, targets: Any) -> None:
         not (listed or isinstance(targets, str)) or not targets,
         f"{key}={targets} names no module; write all-linear, a regular expression or a list such as [q_proj,v_proj].",
     )
-    head = [name for name in targets if name in HEAD_MODULES] if listed else [name for name in HEAD_MODULES if name == targets]
-    why = "the critic's value head stands in its place" if role == "critic" else "the losses read the head's frozen weight"
-    _refuse(bool(head), f"{key} names {head and head[0]}, but {why}; leave it out of {key}.")
+    heads = [name for name in HEAD_MODULES if name in (targets if listed else [targets])]
+    _refuse(
+        role == "critic" and bool(heads),
+        f"{key} names {''.join(heads)}, but the critic has a value head in its place; leave it out.",
+    )
 
 
 def _optimisers(config: Config) -> None:

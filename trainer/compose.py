@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import re
@@ -53,7 +54,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     if "model.path" in chosen and "model" not in chosen:
         parsed.insert(0, _parse("model=local"))
     lines = [_accept(override) for override in parsed]
-    ConfigStore.instance().store(name="schema", node=Config)
+    _register_schema()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(configs_dir()), job_name="rlframe"):
             config = _to_config(hydra_compose("config", overrides=lines))
@@ -77,6 +78,8 @@ def load_yaml(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         loaded = OmegaConf.load(path)
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}.") from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path} is not a configuration: it is not a mapping of settings.")
     for key in _leaves(OmegaConf.to_container(loaded)):
         _require_setting(key)
     given: dict[str, Any] = {}
@@ -103,6 +106,11 @@ def to_yaml(config: Config) -> str:
 def config_hash(config: Config) -> str:
     """16 hex digits that change whenever a setting changes."""
     return hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _register_schema() -> None:
+    ConfigStore.instance().store(name="schema", node=Config)
 
 
 def _to_config(composed: Any) -> Config:
