@@ -91,7 +91,7 @@ def estimate(config: Config, placement: Placement, shape: Shape) -> str:
 
     - frozen backbone: P b / R, plus the largest block b gathered whole while it runs (R > 1);
     - session: 16 p / R (float32 master, gradient, two moments), where p = P for all weights, rank * (in + out) over the
-      targeted layers for an adapter, plus hidden for a value head; all weights in another dtype than float32 also P b / R;
+      targeted layers (and the value head, hidden -> 1) for an adapter; all weights in another dtype than float32 also P b / R;
     - activations: tokens of a micro-batch * layers * widths of a layer * b (with checkpointing one layer, and hidden per
       layer); the fused losses hold one chunk of logits, never all;
     - rollout: P b' / tensor_parallel_size for ``rollout.dtype``, plus the KV cache, at most ``max_concurrency`` trajectories
@@ -135,9 +135,10 @@ def _learner(config: Config, placement: Placement, shape: Shape) -> Iterator[tup
 
 
 def _trained(config: Config, backbone: Backbone, session: str, shape: Shape) -> int:
-    section = config.actor if session == "actor" else config.critic
-    value_head = 0 if session == "actor" else shape.hidden + 1
-    return value_head + (shape.parameters if backbone.trainable else lora_parameters(shape, section.lora))
+    lora, critic = (config.actor.lora, 0) if session == "actor" else (config.critic.lora, 1)
+    if backbone.trainable:
+        return shape.parameters + critic * shape.hidden
+    return lora_parameters(shape, lora) + critic * lora.rank * (shape.hidden + 1)
 
 
 def _rollout(config: Config, shape: Shape) -> Iterator[tuple[str, float]]:

@@ -36,27 +36,32 @@ def test_composing_leaves_the_process_as_it_was(tmp_path, monkeypatch):
     compose()  # no global state of Hydra is left behind
 
 
-@pytest.mark.parametrize(
-    ("override", "section", "name", "value"),
-    [
-        ("actor.optim.lr=1e-4", "actor.optim", "lr", 1e-4),
-        ("critic.clip_range=0.2", "critic", "clip_range", 0.2),
-        ("critic.optim.max_grad_norm=null", "critic.optim", "max_grad_norm", None),
-        ("actor.frozen_patterns=[attn,embed]", "actor", "frozen_patterns", ["attn", "embed"]),
-        ("task.chat_template=true", "task", "chat_template", True),
-        ("algorithm.rollout_is_threshold=0.5_5", "algorithm", "rollout_is_threshold", "0.5_5"),
-        ("algorithm.rollout_is_threshold='0.5_5.0'", "algorithm", "rollout_is_threshold", "0.5_5.0"),
-        ("algorithm.rollout_is_threshold=3", "algorithm", "rollout_is_threshold", 3),
-        ("rollout.engine_args.max_num_seqs=7", "rollout", "engine_args", {"max_num_seqs": 7}),
-        ("rollout.engine_args={a: 1}", "rollout", "engine_args", {"a": 1}),
-        ("run_dir=/elsewhere/${name}", "", "run_dir", "/elsewhere/run"),
-    ],
-)
-def test_a_setting_is_overridden(override, section, name, value):
-    config = compose([override])
-    for part in filter(None, section.split(".")):
-        config = getattr(config, part)
-    assert getattr(config, name) == value
+def test_settings_are_overridden_in_the_grammar_of_hydra():
+    config = compose(
+        [
+            "actor.optim.lr=1e-4",
+            "critic.clip_range=0.2",
+            "critic.optim.max_grad_norm=null",
+            "actor.frozen_patterns=[attn,embed]",
+            "task.chat_template=true",
+            "rollout.engine_args.max_num_seqs=7",
+            "model.build={a: 1}",
+            "run_dir=/elsewhere/${name}",
+        ]
+    )
+    assert config.actor.optim.lr == 1e-4
+    assert config.critic.clip_range == 0.2
+    assert config.critic.optim.max_grad_norm is None
+    assert config.actor.frozen_patterns == ["attn", "embed"]
+    assert config.task.chat_template is True
+    assert config.rollout.engine_args == {"max_num_seqs": 7}
+    assert config.model.build["a"] == 1
+    assert config.run_dir == "/elsewhere/run"
+
+
+@pytest.mark.parametrize(("text", "value"), [("0.5_5", "0.5_5"), ("'0.5_5.0'", "0.5_5.0"), ("3", 3)])
+def test_a_band_stays_a_band(text, value):
+    assert compose([f"algorithm.rollout_is_threshold={text}"]).algorithm.rollout_is_threshold == value
 
 
 def test_the_run_directory_follows_the_name():
