@@ -5,8 +5,8 @@ with respect to the logits is a scaled softmax plus a scatter: with slopes a = d
 
     dL/dz = a e_y + sum_v b_v e_v - (a + sum_v b_v) softmax(z).
 
-A chunk of logits therefore yields its own gradient while it is still in the cache, in the forward pass, without a second
-matrix product to recompute it. What the slopes are is the business of an `Objective` (`rlframe.losses.policy`).
+A chunk of logits therefore yields its own gradient in the forward pass, while it is still there: two matrix products per
+chunk, as many as the unfused loss takes, and none to recompute logits. What the slopes are is an `Objective`'s business.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlframe.losses.base import LMHead
-
-CHUNK_BYTES = 32 * 2**20
-"""Logits of one chunk; large enough for efficient matrix products, small beside the activations of a model."""
+from rlframe.losses.projection import Projection
+from rlframe.losses.softmax import Softmax, softmax
 
 
 class Slopes(NamedTuple):
@@ -30,7 +29,7 @@ class Slopes(NamedTuple):
     sampled: Tensor
     """[C], dL / dlog p of the sampled token."""
     head: Tensor | None
-    """[C, k], dL / dlog p of the head's tokens."""
+    """[C, k], dL / dlog p of the head's tokens; None where they play no part."""
     stats: Tensor
     """[S, C], whatever the objective wants back for every token; row 0 is the loss."""
 
@@ -41,16 +40,16 @@ class Objective(Protocol):
     tokens: Tensor
     """int64[A], the sampled tokens."""
     head_ids: Tensor | None
-    """int64[A, k], tokens whose log-probabilities the objective also needs; padded entries hold any valid id."""
+    """int[A, k], tokens whose log-probabilities the objective needs too; padded entries hold any valid id."""
     has_factors: bool
     """Whether `factors` applies: a factor of a token that depends on the log-probabilities of its whole trajectory."""
 
-    def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor | None) -> Slopes:
-        """Slopes of the tokens ``rows`` given their log-probabilities [C] and [C, k]."""
+    def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor) -> Slopes:
+        """Slopes of the tokens ``rows`` given their log-probabilities [C], and those of the head [C, k] (k may be 0)."""
         ...
 
     def factors(self, logprobs: Tensor) -> Tensor:
-        """[A], detached factor on the loss and gradient of every token given all log-probabilities [A]."""
+        """[A], constant factor on the loss and gradient of every token, given all log-probabilities [A]."""
         ...
 
 
@@ -64,12 +63,10 @@ class FusedOutputs(NamedTuple):
     entropy: Tensor
     """[A], nats."""
     stats: Tensor
-    """[S, A], as the objective returned them, row 0 multiplied by the factors."""
+    """[S, A], as the objective returned them, the loss in row 0 multiplied by the factors."""
 
 
-def fused_loss(
-    hidden: Tensor, head: LMHead, objective: Objective, temperature: float = 1.0, chunk_rows: int | None = None
-) -> FusedOutputs:
+def fused_loss(hidden: Tensor, head: LMHead, objective: Objective, temperature: float = 1.0) -> FusedOutputs:
     """Evaluate ``objective`` on softmax(logits / temperature) and prepare its gradients.
 
     Args:
@@ -79,176 +76,107 @@ def fused_loss(
             vocabulary, and gets the same outputs and the full gradient of ``hidden``.
         objective: what to compute.
         temperature: positive.
-        chunk_rows: tokens per chunk; by default as many as `CHUNK_BYTES` of logits allow.
 
     Returns:
         Outputs in fp32 (fp64 if ``hidden`` is fp64).
+
+    Raises:
+        ValueError: hidden and weight do not fit together, or not one state per token.
     """
-    weight, bias = head.weight, head.bias
-    wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, weight, bias))
-    return FusedOutputs(*_FusedLoss.apply(hidden, weight, bias, head, objective, temperature, chunk_rows, wanted))
+    if hidden.ndim != 2 or head.weight.ndim != 2 or hidden.shape[1] != head.weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and lm_head weight {tuple(head.weight.shape)} must be [A, H] and [V, H]."
+        )
+    if objective.tokens.shape != hidden.shape[:1]:
+        raise ValueError(f"There are {len(hidden)} hidden states for tokens of shape {tuple(objective.tokens.shape)}.")
+    graph = torch.is_grad_enabled()
+    wanted = tuple(graph and t is not None and t.requires_grad for t in (hidden, head.weight, head.bias))
+    return FusedOutputs(*_FusedLoss.apply(hidden, head.weight, head.bias, head, objective, temperature, wanted))
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: LMHead, objective: Objective,
-                temperature: float, chunk_rows: int | None, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:  # fmt: skip
-        sweep = _Sweep(hidden, weight, bias, head, temperature, chunk_rows, objective, wanted)
-        factors = None
-        if objective.has_factors:
-            # The gradient of the projection sums over tokens, so its factors must be known first; a row of the gradient of
-            # ``hidden`` can be scaled afterwards.
-            if wanted[1] or wanted[2]:
-                factors = objective.factors(sweep.logprobs_only())
-                sweep.run(factors)
-            else:
-                sweep.run(None)
-                factors = objective.factors(sweep.logprobs)
-                sweep.scale(factors)
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: LMHead,
+        objective: Objective,
+        temperature: float,
+        wanted: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, ...]:
+        sweep = _Sweep(Projection(head, hidden, temperature, wanted), head, objective)
+        if objective.has_factors and sweep.projection.trains_head:
+            # The gradient of the projection sums over tokens, so their factors must be known before it is formed.
+            sweep.run(objective.factors(sweep.logprobs_only()))
         else:
             sweep.run(None)
+            if objective.has_factors:
+                sweep.scale(objective.factors(sweep.logprobs))
+        if head.group is not None and sweep.projection.d_hidden is not None:
+            dist.all_reduce(sweep.projection.d_hidden, group=head.group)
         outputs = (sweep.stats[0].sum(), sweep.logprobs, sweep.entropy, sweep.stats)
         ctx.mark_non_differentiable(*outputs[1:])
-        ctx.save_for_backward(*sweep.gradients())
+        ctx.save_for_backward(*sweep.projection.gradients())
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *(None if g is None else grad.to(g.dtype) * g for g in ctx.saved_tensors), *[None] * 5
+        return *(None if g is None else grad.to(g.dtype) * g for g in ctx.saved_tensors), None, None, None, None
 
 
 class _Sweep:
-    """The chunks of one fused pass and what they accumulate."""
+    """The chunks of one fused pass and what they add up to."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: LMHead, temperature: float,
-                 chunk_rows: int | None, objective: Objective, wanted: tuple[bool, bool, bool]) -> None:  # fmt: skip
-        self.hidden, self.head, self.objective, self.temperature = hidden, head, objective, temperature
-        self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        self.weight = weight.to(self.dtype)
-        self.bias = None if bias is None else bias.to(self.dtype)
-        count, rows = len(hidden), chunk_rows or max(1, CHUNK_BYTES // (self.weight.shape[0] * self.weight.element_size()))
-        self.chunks = [slice(a, min(a + rows, count)) for a in range(0, count, rows)]
-        new = self.weight.new_zeros
-        self.logprobs, self.entropy, self.stats = new(count), new(count), new(1, count)
-        self.d_hidden = new(hidden.shape) if wanted[0] else None
-        self.d_weight = new(weight.shape) if wanted[1] else None
-        self.d_bias = new(weight.shape[0]) if wanted[2] else None
-        self.weight_dtype = weight.dtype
-
-    def logprobs_only(self) -> Tensor:
-        """[A], a pass without gradients."""
-        for rows in self.chunks:
-            self.logprobs[rows] = _softmax(self._logits(self._input(rows))[0], self.head, self._ids(rows)).logprobs
-        return self.logprobs
+    def __init__(self, projection: Projection, head: LMHead, objective: Objective) -> None:
+        self.projection, self.head, self.objective = projection, head, objective
+        self.count = len(projection.hidden)
+        self.logprobs = projection.hidden.new_zeros(self.count, dtype=projection.dtype)
+        self.entropy = torch.zeros_like(self.logprobs)
+        self.stats = self.logprobs.new_zeros(1, self.count)
+        self._exp = self.logprobs.new_empty(projection.rows, len(projection.weight))
 
     def run(self, factors: Tensor | None) -> None:
-        """The pass: statistics of every token, and gradients where wanted, times ``factors`` [A] if given."""
-        for rows in self.chunks:
-            h = self._input(rows)
-            z, tanh = self._logits(h)
-            soft = _softmax(z, self.head, self._ids(rows))
-            slopes = self.objective.slopes(rows, soft.logprobs, soft.head_logprobs)
+        """Statistics of every token, and gradients where wanted, times ``factors`` [A] if they are known already."""
+        for rows in self._chunks():
+            soft = self._softmax(rows)
+            slopes = self.objective.slopes(rows, soft.logprobs[:, 0], soft.logprobs[:, 1:])
             if len(self.stats) != len(slopes.stats):
-                self.stats = self.stats.new_zeros(len(slopes.stats), self.stats.shape[1])
-            self.logprobs[rows], self.entropy[rows], self.stats[:, rows] = soft.logprobs, soft.entropy, slopes.stats
-            if factors is not None:
-                self.stats[0, rows] *= factors[rows]
-            if self.d_hidden is not None or self.d_weight is not None or self.d_bias is not None:
-                self._accumulate(rows, h, soft, slopes, None if factors is None else factors[rows], tanh)
-        if self.head.group is not None and self.d_hidden is not None:
-            dist.all_reduce(self.d_hidden, group=self.head.group)
+                self.stats = self.stats.new_zeros(len(slopes.stats), self.count)
+            self.logprobs[rows], self.entropy[rows], self.stats[:, rows] = soft.logprobs[:, 0], soft.entropy, slopes.stats
+            if self.projection.trains:
+                each = slopes.sampled.unsqueeze(1)
+                if slopes.head is not None:
+                    each = torch.cat([each, slopes.head], 1)
+                else:
+                    soft = soft._replace(columns=soft.columns[:, :1], here=None if soft.here is None else soft.here[:, :1])
+                if factors is not None:
+                    each = each * factors[rows].unsqueeze(1)
+                self.projection.accumulate(rows, soft.gradient(each))
+        if factors is not None:
+            self.stats[0] *= factors
+
+    def logprobs_only(self) -> Tensor:
+        """[A], log-probabilities of the sampled tokens from a pass of their own."""
+        for rows in self._chunks():
+            self.logprobs[rows] = self._softmax(rows).logprobs[:, 0]
+        return self.logprobs
 
     def scale(self, factors: Tensor) -> None:
-        """Apply the factors of every token [A] after the pass."""
+        """Apply the factors of every token [A] after the pass: each has its own row of the gradient of ``hidden``."""
         self.stats[0] *= factors
-        if self.d_hidden is not None:
-            self.d_hidden *= factors.unsqueeze(1)
+        if self.projection.d_hidden is not None:
+            self.projection.d_hidden *= factors.unsqueeze(1)
 
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden, weight and bias in their own dtypes."""
-        found = ((self.d_hidden, self.hidden.dtype), (self.d_weight, self.weight_dtype), (self.d_bias, self.weight_dtype))
-        return tuple(None if g is None else g.to(dtype) for g, dtype in found)
+    def _chunks(self) -> list[slice]:
+        size = self.projection.rows
+        return [slice(first, min(first + size, self.count)) for first in range(0, self.count, size)]
 
-    def _input(self, rows: slice) -> Tensor:
-        """[C, H], hidden states with every factor that precedes the soft cap or the softmax folded in."""
-        before = self.head.scale if self.head.softcap else self.head.scale / self.temperature
-        h = self.hidden[rows].to(self.dtype)
-        return h if before == 1 else h * before
-
-    def _logits(self, h: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[C, V] logits over the temperature, and tanh of the soft cap."""
-        z = h @ self.weight.T
-        if self.bias is not None:
-            z += self.bias * (self.head.scale if self.head.softcap else self.head.scale / self.temperature)
-        if not self.head.softcap:
-            return z, None
-        tanh = z.div_(self.head.softcap).tanh_()
-        return tanh * (self.head.softcap / self.temperature), tanh
-
-    def _ids(self, rows: slice) -> Tensor:
-        """[C, 1 + k], the sampled token followed by the head."""
-        tokens = self.objective.tokens[rows].unsqueeze(1)
-        heads = self.objective.head_ids
-        return tokens if heads is None else torch.cat([tokens, heads[rows].to(tokens.dtype)], 1)
-
-    def _accumulate(self, rows: slice, h: Tensor, soft: _Softmax, slopes: Slopes, factors: Tensor | None,
-                    tanh: Tensor | None) -> None:  # fmt: skip
-        each = slopes.sampled.unsqueeze(1)
-        if slopes.head is not None:
-            each = torch.cat([each, slopes.head], 1)
-        if factors is not None:
-            each = each * factors.unsqueeze(1)
-        dz = soft.exp.mul_((-each.sum(1) / soft.total).unsqueeze(1))
-        dz.scatter_add_(1, soft.local_ids, each if soft.here is None else torch.where(soft.here, each, 0.0))
-        before = self.head.scale / self.temperature
-        if tanh is not None:
-            # d(cap tanh(u / cap) / T) / du = (1 - tanh^2) / T, and u = scale (h W^T + b) with the scale already in h.
-            dz.mul_(tanh.square_().neg_().add_(1)).div_(self.temperature)
-            before = self.head.scale
-        if self.d_hidden is not None:
-            self.d_hidden[rows] = (dz @ self.weight).mul_(before)
-        if self.d_weight is not None:
-            self.d_weight.addmm_(dz.T, h)
-        if self.d_bias is not None:
-            self.d_bias += dz.sum(0) * before
-
-
-class _Softmax(NamedTuple):
-    logprobs: Tensor
-    head_logprobs: Tensor | None
-    entropy: Tensor
-    exp: Tensor
-    """[C, V], exp(z - max), unnormalised."""
-    total: Tensor
-    """[C], its sum over the (whole) vocabulary."""
-    local_ids: Tensor
-    """[C, 1 + k], columns of ``exp`` that hold the sampled token and the head."""
-    here: Tensor | None
-    """bool[C, 1 + k], whether those columns are on this rank; None when the vocabulary is whole."""
-
-
-def _softmax(z: Tensor, head: LMHead, ids: Tensor) -> _Softmax:
-    """Everything about a chunk of logits z [C, V] (overwritten) that needs the softmax, for the columns ``ids`` [C, 1 + k]."""
-    here = None
-    if head.group is not None:
-        ids = ids - head.vocab_start
-        here = (ids >= 0) & (ids < z.shape[1])
-        ids = torch.where(here, ids, 0)
-    top = z.amax(1, keepdim=True)
-    if head.group is not None:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=head.group)
-    z.sub_(top)
-    picked = z.gather(1, ids)
-    exp = z.exp()
-    sums = torch.stack([exp.sum(1), torch.linalg.vecdot(exp, z)], 1)
-    if head.group is not None:
-        packed = torch.cat([torch.where(here, picked, 0.0), sums], 1)  # type: ignore[arg-type]
-        dist.all_reduce(packed, group=head.group)
-        picked, sums = packed[:, :-2], packed[:, -2:]
-    total, weighted = sums.unbind(1)
-    log_total = total.log()
-    logprobs = picked - log_total.unsqueeze(1)
-    return _Softmax(
-        logprobs[:, 0], logprobs[:, 1:] if ids.shape[1] > 1 else None, log_total - weighted / total, exp, total, ids, here
-    )
+    def _softmax(self, rows: slice) -> Softmax:
+        ids = self.objective.tokens[rows].unsqueeze(1)
+        if self.objective.head_ids is not None:
+            ids = torch.cat([ids, self.objective.head_ids[rows].to(ids.dtype)], 1)
+        z = self.projection.logits(rows)
+        return softmax(z, ids, self.head, self._exp[: len(z)])

@@ -19,9 +19,9 @@ class _Record:
     def __init__(self, tokens: Tensor, head_ids: Tensor | None) -> None:
         self.tokens, self.head_ids = tokens, head_ids
 
-    def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor | None) -> Slopes:
+    def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor) -> Slopes:
         zero = torch.zeros_like(logprobs).unsqueeze(0)
-        return Slopes(zero[0], None, zero if head_logprobs is None else torch.cat([zero, head_logprobs.T]))
+        return Slopes(zero[0], None, torch.cat([zero, head_logprobs.T]))
 
     def factors(self, logprobs: Tensor) -> Tensor:
         return torch.ones_like(logprobs)

@@ -118,12 +118,12 @@ class PolicyObjective:
         self.keep: Tensor | None = None
         self.sequence_weights: Tensor | None = None
 
-    def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor | None) -> Slopes:
+    def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor) -> Slopes:
         """Token loss of a chunk, minus the expected score under the sampler where scores are centred."""
         advantages = self.advantages[rows]
         token = self.rules.token_loss(logprobs, self.sampler_logprobs[rows], advantages)
         stats = [token.loss, token.weight, token.clipped.to(token.loss.dtype)]
-        if self.rules.centering is None or head_logprobs is None:
+        if self.rules.centering is None:
             return Slopes(token.slope, None, torch.stack(stats))
         centering = center(self.rules.centering, head_logprobs, self.head_logprobs[rows])
         correction = (centering.coefficients * head_logprobs).sum(1)

@@ -1,0 +1,101 @@
+"""Hidden states to logits and back, chunk by chunk, in fp32 (fp64 for fp64 inputs) whatever the dtype of the weights.
+
+Knows the output layers of the supported architectures: bias, logit scale, soft cap. What is done with the logits is
+`rlframe.losses.softmax`' and `rlframe.losses.fused`' business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlframe.losses.base import LMHead
+
+CHUNK_BYTES = {"cpu": 16 * 2**20}
+"""Logits of one chunk, by device type: on a CPU they should stay near the caches."""
+CHUNK_BYTES_ELSEWHERE = 256 * 2**20
+"""On other devices a chunk must be large enough to fill the device."""
+
+
+class Projection:
+    """z = logits / temperature for chunks of hidden states, and the gradients that come back."""
+
+    def __init__(self, head: LMHead, hidden: Tensor, temperature: float, wanted: tuple[bool, bool, bool]) -> None:
+        """``wanted``: whether hidden, weight and bias require gradients."""
+        self.hidden, self.head, self.temperature = hidden, head, temperature
+        self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        # On CUDA, products of two-byte floats are exact in fp32 and accumulated there, at the speed of the tensor cores.
+        self.narrow = hidden.is_cuda and hidden.dtype == head.weight.dtype != self.dtype and hidden.element_size() == 2
+        self.weight = head.weight.detach() if self.narrow else head.weight.detach().to(self.dtype)
+        self.bias = None if head.bias is None else head.bias.detach().to(self.dtype)
+        vocabulary = len(self.weight)
+        self.d_hidden = self._zeros(hidden.shape) if wanted[0] else None
+        self.d_weight = self._zeros(self.weight.shape) if wanted[1] else None
+        self.d_bias = self._zeros((vocabulary,)) if wanted[2] else None
+        budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES_ELSEWHERE)
+        self.rows = max(1, min(len(hidden), budget // (vocabulary * self.dtype.itemsize)))
+        # One buffer for all chunks: fresh pages for every chunk would cost as much as the arithmetic on them.
+        self._z = torch.empty(self.rows, vocabulary, dtype=self.dtype, device=hidden.device)
+        self._tanh = torch.empty_like(self._z) if head.softcap else None
+
+    @property
+    def trains(self) -> bool:
+        """Whether any gradient is wanted."""
+        return self.d_hidden is not None or self.trains_head
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the gradient of the weight or the bias is wanted."""
+        return self.d_weight is not None or self.d_bias is not None
+
+    def logits(self, rows: slice) -> Tensor:
+        """z [C, V] of the hidden states ``rows``, in a buffer that the next call overwrites.
+
+        z = softcap(scale (h W^T + b)) / temperature, with softcap(u) = cap tanh(u / cap).
+        """
+        h = self.hidden[rows]
+        z = self._z[: len(h)]
+        if self.narrow:
+            torch.mm(h, self.weight.T, out_dtype=self.dtype, out=z)
+        else:
+            torch.mm(h.to(self.dtype), self.weight.T, out=z)
+        if self.bias is not None:
+            z += self.bias
+        cap = self.head.softcap
+        factor = self.head.scale / (cap or self.temperature)
+        if factor != 1:
+            z *= factor
+        if cap and self._tanh is not None:
+            torch.mul(torch.tanh(z, out=self._tanh[: len(h)]), cap / self.temperature, out=z)
+        return z
+
+    def accumulate(self, rows: slice, dz: Tensor) -> None:
+        """Add the gradients of the chunk ``rows`` whose logits were computed last, given dL/dz [C, V] (overwritten)."""
+        h = self.hidden[rows]
+        if self._tanh is not None:
+            # d softcap(u) / du = 1 - tanh^2(u / cap).
+            dz -= torch.square(self._tanh[: len(h)], out=self._tanh[: len(h)]).mul_(dz)
+        factor = self.head.scale / self.temperature
+        if self.d_bias is not None:
+            self.d_bias.add_(dz.sum(0), alpha=factor)
+        if self.narrow:
+            dz = dz.to(self.weight.dtype)
+            if self.d_hidden is not None:
+                self.d_hidden[rows] = torch.mm(dz, self.weight, out_dtype=self.dtype).mul_(factor)
+            if self.d_weight is not None:
+                self.d_weight.add_(torch.mm(dz.T, h, out_dtype=self.dtype), alpha=factor)
+            return
+        if self.d_hidden is not None:
+            self.d_hidden[rows] = torch.mm(dz, self.weight).mul_(factor)
+        if self.d_weight is not None:
+            self.d_weight.addmm_(dz.T, h.to(self.dtype), alpha=factor)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden, weight and bias, each in the dtype of what it belongs to."""
+        head = self.head
+        owners = (self.hidden, head.weight, head.bias)
+        found = (self.d_hidden, self.d_weight, self.d_bias)
+        return tuple(None if g is None or of is None else g.to(of.dtype) for g, of in zip(found, owners, strict=True))
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.hidden.device)
