@@ -106,7 +106,7 @@ class Tracker:
             self.progress.stop()
         if self.wandb:
             self.wandb.summary.update(self.last_eval)
-            self.wandb.finish(quiet=True)
+            self.wandb.finish()
         self.file.close()
         self.notes.close()
 
