@@ -14,6 +14,23 @@ from rlframe.metrics import Metrics
 from rlframe.validation import check_finite, check_rows
 
 
+def squared_errors(values: Tensor, returns: Tensor, old: Tensor | None, clip_range: float | None) -> tuple[Tensor, Tensor]:
+    """[A] errors (V - R)^2, clipped against old values if asked, and bool[A] where the clipped error is the larger one.
+
+    Raises:
+        ValueError: shapes differ, or there is nothing to clip against.
+    """
+    if returns.shape != values.shape:
+        raise ValueError(f"values {tuple(values.shape)} and returns {tuple(returns.shape)} differ in shape.")
+    errors = (values - returns).square()
+    if clip_range is None:
+        return errors, torch.zeros_like(errors, dtype=torch.bool)
+    if old is None or old.shape != values.shape:
+        raise ValueError(f"clip_range needs old values of shape {tuple(values.shape)}.")
+    bounded = (old + (values - old).clamp(-clip_range, clip_range) - returns).square()
+    return torch.maximum(errors, bounded), bounded > errors
+
+
 class ValueLoss:
     """0.5 * vf_coef * sum over action tokens of (V - R)^2, in fp32.
 
@@ -40,13 +57,8 @@ class ValueLoss:
         check_finite(batch, rows, *used)
         values = _values(inputs, producers)
         returns = torch.from_numpy(batch.returns[rows]).to(values)  # type: ignore[index]
-        errors = (values - returns).square()
-        clipped = torch.zeros_like(errors, dtype=torch.bool)
-        if self.clip_range is not None:
-            old = torch.from_numpy(batch.values[rows]).to(values)  # type: ignore[index]
-            bounded = (old + (values - old).clamp(-self.clip_range, self.clip_range) - returns).square()
-            clipped = bounded > errors
-            errors = torch.maximum(errors, bounded)
+        old = None if self.clip_range is None else torch.from_numpy(batch.values[rows]).to(values)  # type: ignore[index]
+        errors, clipped = squared_errors(values, returns, old, self.clip_range)
         each = 0.5 * self.vf_coef * errors
         per_token = torch.zeros(batch.num_tokens, device=hidden.device)
         per_token[torch.from_numpy(rows).to(hidden.device)] = values.detach().float()
