@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +74,6 @@ def read_shape(model_path: str, trust_remote_code: bool = False) -> Shape:
 
 def lora_parameters(shape: Shape, lora: LoraConfig) -> int:
     """Parameters of an adapter: rank * (in + out) for every linear layer that ``targets`` names."""
-    import re
 
     def targeted(name: str) -> bool:
         if lora.targets == "all-linear":
@@ -94,9 +95,9 @@ def estimate(config: Config, placement: Placement, shape: Shape) -> str:
       targeted layers (and the value head, hidden -> 1) for an adapter; all weights in another dtype than float32 also P b / R;
     - activations: tokens of a micro-batch * layers * widths of a layer * b (with checkpointing one layer, and hidden per
       layer); the fused losses hold one chunk of logits, never all;
-    - rollout: P b' / tensor_parallel_size for ``rollout.dtype``, plus the KV cache, at most ``max_concurrency`` trajectories
-      of ``max_model_len`` tokens of 2 * layers * kv heads * head dim elements (an engine may reserve more, and swaps or
-      queues when it has less);
+    - rollout: P b' / tensor_parallel_size for ``rollout.dtype``, plus the KV cache: at most ``max_concurrency`` trajectories
+      of ``max_model_len`` tokens of 2 * layers * kv heads * head dim elements. vLLM reserves its cache at the start: on a CPU
+      ``VLLM_CPU_KVCACHE_SPACE`` GiB (1 unless set), on a GPU what ``gpu_memory_utilization`` leaves;
     - 1 GiB (learner) or 1.5 GiB (rollout) for the process itself.
     """
     lines = []
@@ -145,8 +146,13 @@ def _rollout(config: Config, shape: Shape) -> Iterator[tuple[str, float]]:
     rollout = config.rollout
     width = BYTES[rollout.dtype]
     tokens = rollout.max_concurrency * rollout.max_model_len
+    wanted = shape.kv * width * tokens / rollout.tensor_parallel_size
     yield "weights", shape.parameters * width / rollout.tensor_parallel_size
-    yield f"KV cache of {tokens:,} tokens, at most", shape.kv * width * tokens / rollout.tensor_parallel_size
+    if rollout.engine == "vllm" and rollout.gpus == 0:
+        reserved = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * 2**30
+        yield f"KV cache that vLLM reserves ({_size(wanted)} hold {tokens:,} tokens)", reserved
+    else:
+        yield f"KV cache of {tokens:,} tokens", wanted
     yield "the process itself", PROCESS_OVERHEAD["rollout"]
 
 

@@ -166,7 +166,6 @@ def test_a_resumed_run_may_change_single_settings_but_no_group(tmp_path):
         ("stepz: 3", "did you mean steps?"),
         ("steps: many", "steps"),
         ("- 1", "not a mapping"),
-        ("", ""),
     ],
 )
 def test_a_damaged_config_file_is_one_sentence(tmp_path, text, hint):

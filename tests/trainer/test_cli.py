@@ -1,0 +1,67 @@
+"""The command line: instant help, one line for a refused setting, and a dry run that starts nothing."""
+
+import subprocess
+import sys
+
+import pytest
+
+from trainer import cli
+from trainer.compose import load_yaml
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = cli.main(argv)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_help_and_presets_import_nothing_heavy():
+    code = (
+        "import sys; from trainer import cli; cli.main(['presets']);"
+        "heavy = {'torch', 'ray', 'hydra', 'transformers', 'vllm'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_presets_lists_them_with_one_line_each(capsys):
+    code, out, _ = run(capsys, "presets")
+    assert code == 0
+    assert any(line.startswith("sao ") and "DIS" in line for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["train", "algorithm=saoo"], "rlframe: algorithm=saoo is not an option; did you mean algorithm=sao?"),
+        (["train", "--dry-run", "steps=0"], "rlframe: steps=0 is out of range; it must be at least 1."),
+        (["train", "model.path=/no/such/folder", "--dry-run"], "rlframe: model.path=/no/such/folder is not a folder"),
+        (["resume", "/no/such/run"], "rlframe: /no/such/run is not a run directory"),
+    ],
+)
+def test_a_refused_setting_is_one_line_on_stderr_and_exit_code_2(capsys, argv, sentence):
+    code, out, err = run(capsys, *argv)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(sentence)
+
+
+def test_an_unknown_option_or_command_is_refused_by_the_parser(capsys):
+    for argv in (["train", "--dryrun"], ["trian"], ["presets", "sao"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(argv)
+        assert caught.value.code == 2
+
+
+def test_a_dry_run_shows_configuration_placement_and_memory_and_starts_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLFRAME_CACHE", str(tmp_path / "cache"))
+    code, out, _ = run(capsys, "train", "algorithm=sao", "--dry-run", "model.build.warmup_steps=0", "steps=7")
+    assert code == 0
+    configuration, placement, memory = (part.partition("\n")[2] for part in ("\n" + out).split("\n# ")[1:])
+    (tmp_path / "shown.yaml").write_text(configuration)
+    config = load_yaml(tmp_path / "shown.yaml")
+    assert (config.steps, config.algorithm.policy_loss) == (7, "dis")
+    assert "1 x learner" in placement and "1 x rollout" in placement
+    assert "all processes together" in memory
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "shown.yaml"}
+    ray = sys.modules.get("ray")
+    assert ray is None or not ray.is_initialized()

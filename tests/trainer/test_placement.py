@@ -1,0 +1,152 @@
+"""What a job asks of Ray, and what it needs in memory, against models that are really built."""
+
+import pytest
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from rlframe.config import Config, ConfigError, LoraConfig
+from trainer import placement
+from trainer.memory import estimate, lora_parameters, read_shape
+from trainer.placement import critic_names, plan
+
+
+def job(actor: str = "lora", critic: str = "lora", **algorithm) -> Config:
+    config = Config()
+    config.model.builder = "tiny"
+    config.actor.mode, config.critic.mode = actor, critic
+    for name, value in algorithm.items():
+        setattr(config.algorithm, name, value)
+    return config
+
+
+def backbones(config: Config) -> list[tuple[bool, tuple[str, ...]]]:
+    return [(b.trainable, b.sessions) for b in plan(config).backbones]
+
+
+def test_a_lora_actor_and_its_critics_share_one_frozen_backbone():
+    config = job()
+    config.critic.ensemble = 3
+    assert backbones(config) == [(False, ("actor", "critic_0", "critic_1", "critic_2"))]
+
+
+def test_a_full_weights_actor_leaves_the_critics_a_frozen_backbone_of_their_own():
+    assert backbones(job(actor="full")) == [(True, ("actor",)), (False, ("critic_0",))]
+
+
+def test_a_full_weights_critic_has_its_own_backbone():
+    assert backbones(job(critic="full")) == [(False, ("actor",)), (True, ("critic_0",))]
+
+
+def test_without_gae_there_is_no_critic():
+    config = job(advantage="running_mean")
+    assert backbones(config) == [(False, ("actor",))]
+    assert critic_names(config) == ()
+
+
+def test_one_critic_for_each_environment_is_named_after_it():
+    config = job()
+    config.critic.per_env = True
+    assert critic_names(config) == ("arithmetic",)
+
+
+def test_the_request_adds_up_over_learner_and_rollout_workers():
+    config = job()
+    config.actor.ranks, config.actor.cpus = 3, 2.0
+    config.rollout.workers, config.rollout.cpus = 2, 0.5
+    assert (plan(config).cpus, plan(config).gpus) == (7.0, 0.0)
+
+
+def test_a_cluster_that_is_too_small_is_refused_with_what_is_asked_and_what_is_there():
+    config = job()
+    config.cluster.address = "auto"
+    config.actor.ranks, config.actor.gpus, config.rollout.gpus = 4, 1.0, 2.0
+    asked = plan(config)
+    asked.check_cluster({"CPU": 5.0, "GPU": 6.0})
+    with pytest.raises(ConfigError) as caught:
+        asked.check_cluster({"CPU": 5.0, "GPU": 5.0})
+    assert str(caught.value) == (
+        "The job asks for 6 GPUs (actor.ranks=4 x actor.gpus=1 and rollout.workers=1 x rollout.gpus=2), but the cluster at "
+        "auto has 5; lower one of these settings."
+    )
+    with pytest.raises(ConfigError, match=r"asks for 5 CPUs .* has 4"):
+        asked.check_cluster({"CPU": 4.0, "GPU": 6.0})
+
+
+def test_a_local_job_is_refused_more_gpus_than_the_machine_has_but_not_more_cpus(monkeypatch):
+    monkeypatch.setattr(placement, "local_gpus", lambda: 1)
+    config = job()
+    config.actor.cpus = 1000.0
+    plan(config)
+    config.actor.gpus = 2.0
+    with pytest.raises(ConfigError, match="this machine has 1"):
+        plan(config)
+
+
+TINY = {"vocab_size": 70, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 2}
+MODELS = {
+    "tied": Qwen3Config(**TINY, num_key_value_heads=1, head_dim=32, tie_word_embeddings=True),
+    "untied": LlamaConfig(**TINY, num_key_value_heads=2, tie_word_embeddings=False),
+    "experts": Qwen3MoeConfig(
+        **TINY, num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_counted_as_the_built_model_has_them(name, tmp_path):
+    MODELS[name].save_pretrained(tmp_path)
+    shape = read_shape(str(tmp_path))
+    model = AutoModelForCausalLM.from_config(MODELS[name])
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.largest_block == sum(p.numel() for p in model.model.layers[0].parameters())
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], r".*\.(gate|up)_proj"])
+def test_adapter_parameters_are_counted_as_peft_makes_them(targets, tmp_path):
+    MODELS["tied"].save_pretrained(tmp_path)
+    counted = lora_parameters(read_shape(str(tmp_path)), LoraConfig(rank=5, targets=targets))
+    adapter = get_peft_model(AutoModelForCausalLM.from_config(MODELS["tied"]), PeftLoraConfig(r=5, target_modules=targets))
+    assert counted == sum(p.numel() for p in adapter.parameters() if p.requires_grad)
+
+
+def test_the_kv_cache_is_what_a_forward_pass_leaves(tmp_path):
+    MODELS["tied"].save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(MODELS["tied"])
+    with torch.no_grad():
+        cache = model(torch.zeros(1, 7, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    assert read_shape(str(tmp_path)).kv * 7 == held
+
+
+def test_activations_are_of_the_size_that_autograd_saves(tmp_path):
+    """Within a factor of two, which is what an estimate before any run can promise."""
+    config = MODELS["tied"]
+    config.save_pretrained(tmp_path)
+    shape, tokens = read_shape(str(tmp_path)), 512
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").model
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    estimated = tokens * shape.layers * shape.activations * 4
+    assert 0.5 < estimated / sum(saved.values()) < 2
+    del output
+
+
+def test_the_estimate_names_every_session_and_shrinks_with_ranks(tmp_path):
+    MODELS["untied"].save_pretrained(tmp_path)
+    shape = read_shape(str(tmp_path))
+    config = job(actor="full")
+    text = estimate(config, plan(config), shape)
+    for part in ("actor: ", "critic_0: ", "frozen", "activations", "KV cache", "each learner", "each rollout", "all processes"):
+        assert part in text
+    assert f"actor: {shape.parameters:,} trained parameters" in text
