@@ -113,13 +113,14 @@ class VLLMEngine:
         prompt = {"type": "token", "prompt_token_ids": np.asarray(tokens).tolist()}
         k = min(params.logprobs, self._vocabulary)
         request_id = str(next(self._request_numbers))
-        stream = self._llm.generate(prompt, self._vllm_params(params, k), request_id, lora_request=self._lora_request)
+        llm = self._running()
+        stream = llm.generate(prompt, self._vllm_params(params, k), request_id, lora_request=self._lora_request)
         self._in_flight += 1
         try:
             (final,) = [output async for output in stream]
         except Exception as error:
-            if self._llm.errored:
-                raise EngineDeadError("The vLLM engine core died; its log has the reason.") from error
+            if llm.errored:
+                raise EngineDeadError("The vLLM engine core died with requests in flight; its log has the reason.") from error
             raise
         finally:
             self._in_flight -= 1
@@ -180,39 +181,46 @@ class VLLMEngine:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling and forget the key-value cache; requests that are kept compute theirs again after `resume`."""
-        await self._call(self._llm.pause_generation(mode=mode, clear_cache=True), "pause")
+        await self._call(self._running().pause_generation(mode=mode, clear_cache=True), "pause")
         self._paused = True
 
     async def resume(self) -> None:
         """Go on sampling."""
-        await self._call(self._llm.resume_generation(), "resume")
+        await self._call(self._running().resume_generation(), "resume")
         self._paused = False
 
     async def health(self) -> None:
         """Raise EngineDeadError when the engine core is gone or does not answer."""
-        await self._call(self._llm.is_paused(), "answer")
+        await self._call(self._running().is_paused(), "answer")
 
     async def close(self) -> None:
         """End the engine core."""
         if self._llm is not None:
             self._llm.shutdown()
+            self._llm = None
+
+    def _running(self) -> Any:
+        if self._llm is None:
+            raise EngineDeadError("The vLLM engine is not running; it was closed or never started.")
+        return self._llm
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        return await self._call(self._llm.collective_rpc(method, args=args), method)
+        return await self._call(self._running().collective_rpc(method, args=args), method)
 
     async def _call(self, call: Coroutine[Any, Any, T], what: str) -> T:
         """Await ``call``; a dead or silent engine core raises instead of leaving its caller waiting."""
-        task = asyncio.create_task(call)
+        llm, task = self._running(), asyncio.create_task(call)
         deadline = time.monotonic() + self._timeout_s
-        while not task.done():
-            await asyncio.wait({task}, timeout=POLL_S)
-            if task.done():
-                break
-            if self._llm.errored or time.monotonic() > deadline:
-                task.cancel()
-                reason = "died" if self._llm.errored else f"did not answer within {self._timeout_s:g} s"
-                raise EngineDeadError(f"The vLLM engine core {reason} while it was asked to {what}; its log has the reason.")
-        return task.result()
+        while not task.done() and not llm.errored and time.monotonic() < deadline:
+            await asyncio.wait({task}, timeout=min(POLL_S, self._timeout_s))
+        if task.done() and not llm.errored:
+            return task.result()
+        task.cancel()
+        (failure,) = await asyncio.gather(task, return_exceptions=True)
+        reason = "died" if llm.errored else f"did not answer within {self._timeout_s:g} s"
+        raise EngineDeadError(f"The vLLM engine core {reason} when it was asked to {what}; its log has the reason.") from (
+            failure if isinstance(failure, Exception) else None
+        )
 
 
 def _environment(on_cpu: bool, threads: int) -> dict[str, str]:

@@ -57,6 +57,22 @@ def tensors_in(blob: bytes, specs: list[TensorSpec], dtype: str) -> Iterator[tup
         offset += size
 
 
+def adaptable_modules(adapters: Any) -> set[str]:
+    """Names, as in the checkpoint, of the modules that vLLM's adapter manager has a layer for; fused ones by their parts."""
+    names = set()
+    for name in adapters.modules:
+        parent, _, leaf = name.rpartition(".")
+        names.update(f"{parent}.{part}" for part in adapters.packed_modules_mapping.get(leaf, [leaf]))
+    return names
+
+
+def adapter_slot(adapters: Any) -> Iterator[Tensor]:
+    """The factors that the layers multiply by, as they lie in memory now; unused rows of a slot are zero."""
+    slot = adapters.lora_index_to_id.index(ADAPTER_ID)
+    for module in adapters.modules.values():
+        yield from (stack[slot] for stack in (*module.lora_a_stacked, *module.lora_b_stacked))
+
+
 class WeightExtension:
     """Mixed into vLLM's worker; `model_runner` is the worker's own."""
 
@@ -89,13 +105,20 @@ class WeightExtension:
             RuntimeError: what the layers hold afterwards is not what was sent.
         """
         manager = self.model_runner.lora_manager
+        adapters = manager._adapter_manager
         tensors = dict(tensors_in(blob, specs, dtype))
         checksum = weights_checksum(tensors.values())
         lora = LoRAModel.from_lora_tensors(
             ADAPTER_ID, tensors, PEFTHelper.from_dict(config), device="cpu", dtype=manager.lora_config.lora_dtype
         )
-        adapters = manager._adapter_manager
+        if unknown := sorted(lora.loras.keys() - adaptable_modules(adapters)):
+            raise ValueError(f"The adapter has tensors for modules that the engine cannot adapt: {unknown[:3]}.")
+        # vLLM folds the scaling into B, in place, when an adapter is added.
+        placed = weights_checksum(t for w in lora.loras.values() for t in (w.lora_a, w.lora_b * w.scaling))
         adapters.remove_adapter(ADAPTER_ID)
         adapters.add_adapter(lora)
         adapters.activate_adapter(ADAPTER_ID)
+        sharded = self.model_runner.vllm_config.parallel_config.tensor_parallel_size > 1
+        if not sharded and weights_checksum(adapter_slot(adapters)) != placed:
+            raise RuntimeError("The engine's layers do not hold the adapter that was sent.")
         return checksum

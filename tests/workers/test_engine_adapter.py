@@ -1,0 +1,98 @@
+"""Weight sync by adapter: the LoRA factors alone reach the sampler, and what it then computes is what PEFT computes."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_support import MAX_MODEL_LEN, alignment_error, apply, prompt_of, save, tiny_model, update_in_flight, update_of
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from test_engine_contract import part
+
+from rlframe.checksum import weights_checksum
+from workers.rollout.engine import SamplingParams
+from workers.rollout.torch_engine import TorchEngine
+from workers.rollout.vllm import VLLMEngine
+from workers.rollout.weights import make_update
+
+RANK = 8
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("vllm", marks=pytest.mark.slow)])
+def served(request, tmp_path_factory):
+    path = save(tiny_model(), tmp_path_factory.mktemp("model"))
+    with asyncio.Runner() as runner:
+        if request.param == "torch":
+            engine = TorchEngine(path, max_model_len=MAX_MODEL_LEN)
+        else:
+            engine = VLLMEngine(path, max_model_len=MAX_MODEL_LEN, max_lora_rank=RANK, timeout_s=60)
+            runner.run(engine.start())
+        yield engine, runner.run
+        runner.run(engine.close())
+
+
+def adapted(seed):
+    """The base model with a LoRA adapter whose factors are random, alpha / rank no power of two."""
+    config = LoraConfig(r=RANK, lora_alpha=12, target_modules="all-linear", bias="none")
+    model = get_peft_model(tiny_model(), config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def adapter_update(model, version):
+    factors = get_peft_model_state_dict(model)
+    config = model.peft_config["default"].to_dict()
+    config["target_modules"] = sorted(config["target_modules"])
+    return make_update(version, "adapter", factors.items(), "float32", adapter=config)
+
+
+def test_an_adapter_is_what_peft_computes_and_each_version_has_its_checksum(served):
+    engine, run = served
+    prompt, checksums = prompt_of(300), []
+    for version in (1, 2):
+        model = adapted(version)
+        checksums.append(run(apply(engine, adapter_update(model, version))))
+        assert checksums[-1] == weights_checksum(get_peft_model_state_dict(model).values())
+        for _ in range(2):  # the second time from the prefix cache
+            completion = run(engine.generate(prompt, SamplingParams(max_new_tokens=6, logprobs=8, seed=version)))
+            assert alignment_error(model, prompt, completion, 1.0) < 1e-4
+            assert (completion.versions == version).all()
+    assert len(set(checksums)) == 2
+
+
+def test_a_request_in_flight_goes_on_under_the_new_adapter(served):
+    engine, run = served
+    old, new, prompt = adapted(3), adapted(4), prompt_of(20)
+    run(apply(engine, adapter_update(old, 3)))
+    long, short = SamplingParams(max_new_tokens=150, logprobs=4, seed=0), SamplingParams(max_new_tokens=10, seed=1)
+    completion = run(update_in_flight(engine, adapter_update(new, 4), prompt, long, short))
+    n = int((completion.versions == 3).sum())
+    assert set(completion.versions.tolist()) == {3, 4}
+    assert alignment_error(old, prompt, part(completion, slice(0, n)), 1.0) < 1e-4
+    seen = np.concatenate([prompt, completion.ids[:n]])
+    assert alignment_error(new, seen, part(completion, slice(n, None)), 1.0) < 1e-4
+
+
+def test_adapter_tensors_for_no_module_are_refused(served):
+    engine, run = served
+    update = adapter_update(adapted(5), 5)
+    renamed = {name.replace("layers.1", "layers.7"): array for name, array in update.tensors.items()}
+    run(engine.pause())
+    with pytest.raises(Exception, match=r"layers\.7"):
+        run(engine.load_weights(replace(update, tensors=renamed)))
+    run(engine.resume())
+
+
+def test_a_vllm_engine_started_for_adapters_refuses_full_weights(served):
+    engine, run = served
+    if isinstance(engine, TorchEngine):
+        pytest.skip("the torch engine takes every mode at any time")
+    run(engine.pause())
+    with pytest.raises(ValueError, match="adapters"):
+        run(engine.load_weights(update_of(tiny_model(), 9)))
+    run(engine.resume())
