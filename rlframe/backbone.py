@@ -124,11 +124,11 @@ class Backbone:
         """
         if name in self.sessions:
             raise ConfigError(f"This backbone already has a session called {name!r}.")
+        if spec.kind == "full" and not self.trainable:
+            raise ConfigError("A session on all weights needs a backbone loaded with trainable=True.")
         others = {session.spec.kind for session in self.sessions.values()}
         if others and (spec.kind == "full" or "full" in others):
             raise ConfigError("A session on all weights needs a backbone of its own, because it moves the base of the others.")
-        if spec.kind == "full" and not self.trainable:
-            raise ConfigError("A session on all weights needs a backbone loaded with trainable=True.")
         self.reshard()
         self.sessions[name] = Session(name, spec, self)
         return self.sessions[name]

@@ -7,6 +7,7 @@ adapters touches no ``requires_grad``. Optimisers and the value head live elsewh
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from peft import LoraConfig as PeftConfig
 from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlframe.config import ConfigError, LoraConfig
@@ -31,23 +33,23 @@ class Adapters:
         self._model = model
         self._tuner: LoraModel | None = None
         self._created = 0
-        head = model.get_output_embeddings()
-        self._head_names = {name for name, module in model.named_modules() if module is head}
-        self._linears = sorted(
-            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in self._head_names
-        )
+        self._modules = [name for name, _ in model.named_modules()]
+        self._parameters = [name for name, _ in model.named_parameters()]
+        self._heads = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+        self._embeddings = {name for name, module in model.named_modules() if module is model.get_input_embeddings()}
+        self._linears = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n not in self._heads]
 
     def create(self, config: LoraConfig, *, seed: int, value_head: bool) -> Adapter:
         """Inject a new adapter with fresh factors (the adapter changes nothing until it is trained).
 
         Raises:
-            ConfigError: the rank is not positive, nothing matches the targets, or the head is targeted where it must not be.
+            ConfigError: the rank is not positive, a target matches nothing, or the head is targeted where it must not be.
         """
-        peft_config = self._peft_config(config)
+        peft_config = self._peft_config(config, value_head)
         key = f"session_{self._created}"
         before = {name: p.requires_grad for name, p in self._model.named_parameters()}
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), _whole_shapes(self._model):
                 if self._tuner is None:
                     self._tuner = LoraModel(self._model, peft_config, key)
                 else:
@@ -55,18 +57,15 @@ class Adapters:
                     self._tuner.inject_adapter(self._model, key)
         except ValueError as error:
             self._drop(key)
-            raise ConfigError(f"lora.targets={config.targets!r} does not fit this model: {_first_sentence(error)}") from error
+            raise ConfigError(
+                f"PEFT refuses lora.targets={config.targets!r} for this model: {_first_sentence(error)}"
+            ) from error
         self._created += 1
         adapter = Adapter(self._model, key, peft_config)
         for layer in adapter.layers.values():
             layer._active_adapter = []
         for name, parameter in self._model.named_parameters():
             parameter.requires_grad_(before.get(name.replace(".base_layer", ""), before.get(name, False)))
-        try:
-            self._check_head(adapter, value_head)
-        except ConfigError:
-            self._drop(key)
-            raise
         adapter.reset(seed)
         return adapter
 
@@ -78,37 +77,46 @@ class Adapters:
         if self._tuner is not None and key in self._tuner.peft_config:
             self._tuner.delete_adapter(key)
 
-    def _peft_config(self, config: LoraConfig) -> PeftConfig:
+    def _peft_config(self, config: LoraConfig, value_head: bool) -> PeftConfig:
         if config.rank <= 0:
             raise ConfigError(f"lora.rank is {config.rank}; it must be at least 1.")
-        targets = config.targets
+        targets, parameters = config.targets, list(config.target_parameters)
         if targets == "all-linear":
             targets = sorted({name.rpartition(".")[2] for name in self._linears})
         elif not isinstance(targets, str):
             targets = list(targets)
-            names = [name for name, _ in self._model.named_modules()]
-            for target in targets:
-                if not any(name == target or name.endswith(f".{target}") for name in names):
-                    raise ConfigError(f"lora.targets names {target!r}, but no module of the model is called that.")
-        parameters = list(config.target_parameters)
+        self._check_targets(targets, parameters, value_head)
         return PeftConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT only divides it by the rank
-            target_modules=targets if targets or not parameters else [],
+            target_modules=targets,
             target_parameters=parameters or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=self._model.name_or_path,
         )
 
-    def _check_head(self, adapter: Adapter, value_head: bool) -> None:
-        targeted = self._head_names & set(adapter.layers)
-        if targeted and value_head:
+    def _check_targets(self, targets: str | list[str], parameters: list[str], value_head: bool) -> None:
+        chosen: set[str] = set()
+        for target in [targets] if isinstance(targets, str) else targets:
+            found = {
+                n for n in self._modules if (re.fullmatch(target, n) if isinstance(targets, str) else _is_called(n, target))
+            }
+            if not found:
+                raise ConfigError(
+                    f"lora.targets has {target!r}, which no module of this model matches; weights that are not modules, like "
+                    "stacked experts, go into lora.target_parameters."
+                )
+            chosen |= found
+        for target in parameters:
+            if not any(_is_called(name, target) for name in self._parameters):
+                raise ConfigError(f"lora.target_parameters has {target!r}, but no parameter of this model is called that.")
+        if not chosen and not parameters:
+            raise ConfigError("lora.targets and lora.target_parameters are empty, so the adapter would change nothing.")
+        if chosen & self._heads and value_head:
             raise ConfigError(
                 "lora.targets includes the LM head, which a session with a value head does not use; leave it out."
             )
-        embedding = self._model.get_input_embeddings()
-        embeds = {name for name, layer in adapter.layers.items() if layer is embedding or layer.get_base_layer() is embedding}
-        if (targeted or embeds) and self._model.config.get_text_config().tie_word_embeddings:
+        if chosen & (self._heads | self._embeddings) and self._model.config.get_text_config().tie_word_embeddings:
             raise ConfigError("lora.targets includes the LM head or the embedding, but this model ties the two; leave it out.")
 
 
@@ -179,6 +187,29 @@ class Adapter:
         """PEFT's ``adapter_config.json`` as a dictionary."""
         config = {**self.peft_config.to_dict(), "inference_mode": True}
         return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+
+
+@contextmanager
+def _whole_shapes(model: nn.Module) -> Iterator[None]:
+    """Let PEFT see plain parameters of whole shape (without memory): it would size adapters by this rank's shard."""
+    held = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    ]
+    for module, name, parameter in held:
+        stand_in = torch.empty(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        module.register_parameter(name, nn.Parameter(stand_in, requires_grad=False))
+    try:
+        yield
+    finally:
+        for module, name, parameter in held:
+            module.register_parameter(name, parameter)
+
+
+def _is_called(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
 
 
 def bare(name: str) -> str:
