@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ from rlframe.hf_checkpoint import conversions, load_weights, to_checkpoint_names
 from rlframe.lora import Adapters, bare
 from rlframe.losses.base import LMHead
 from rlframe.optim import local
+from rlframe.packing import lay_out
 from rlframe.ranks import Ranks
 from rlframe.sessions import Session, SessionSpec
 from rlframe.types import Batch
@@ -41,7 +43,7 @@ class _Runner(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, consume: Callable[[Tensor, LMHead], Any]) -> Any:
         output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        return consume(output.last_hidden_state[0], _lm_head(self.model))
+        return consume(output.last_hidden_state, _lm_head(self.model))
 
 
 def _lm_head(model: PreTrainedModel) -> LMHead:
@@ -154,7 +156,7 @@ class Backbone:
                 yield bare(name), parameter
 
     def run(self, micro: Batch | None, consume: Callable[[Tensor, LMHead], Any]) -> Any:
-        """Forward one micro-batch without padding and hand its hidden states to ``consume``.
+        """Forward one micro-batch, trajectories packed into rows, and hand its hidden states to ``consume``.
 
         Args:
             micro: whole trajectories; None takes part in the collectives with one token.
@@ -163,13 +165,20 @@ class Backbone:
         Returns:
             What ``consume`` returned. Tensors that are differentiated must be reachable in it (tuples, lists, dicts).
         """
-        if micro is None:
-            tokens, positions = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        else:
-            tokens = torch.from_numpy(micro.tokens.astype("int64"))
-            starts = torch.from_numpy(micro.offsets[:-1])
-            positions = torch.arange(len(tokens)) - starts.repeat_interleave(torch.from_numpy(micro.lengths))
-        return self._runner(tokens[None].to(self.device), positions[None].to(self.device), consume)
+        layout = lay_out(micro.lengths if micro is not None else np.ones(1, np.int64), self._row_width(micro))
+        tokens = micro.tokens[layout.source] if micro is not None else np.zeros((1, 1))
+        cells = torch.from_numpy(layout.cells).to(self.device)
+        return self._runner(
+            torch.from_numpy(tokens.astype("int64")).to(self.device),
+            torch.from_numpy(layout.positions).to(self.device),
+            lambda hidden, head: consume(hidden.flatten(0, 1)[cells], head),
+        )
+
+    def _row_width(self, micro: Batch | None) -> int | None:
+        """Kernels that know several sequences in a row get a single row; see `rlframe.packing`."""
+        if micro is None or "flash" not in self.model.config._attn_implementation:
+            return None
+        return micro.num_tokens
 
     def reshard(self) -> None:
         """Leave the root sharded, as it is outside of forward and backward."""
