@@ -72,7 +72,7 @@ def dense_logprobs(model: torch.nn.Module, tokens: np.ndarray, temperature: floa
 
 
 def alignment_error(model: torch.nn.Module, prompt: np.ndarray, completion: Completion, temperature: float) -> float:
-    """Largest |difference| in nats of sampled and head log-probabilities against `dense_logprobs`, best-first order included."""
+    """Largest difference (nats) of sampled and head log-probabilities from `dense_logprobs`; the head must be best first."""
     tokens = np.concatenate([prompt, completion.ids])
     rows = dense_logprobs(model, tokens, temperature)[len(prompt) - 1 :]
     best = -np.sort(-rows, axis=1)[:, : completion.head_ids.shape[1]]
