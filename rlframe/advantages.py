@@ -5,14 +5,18 @@ Runs in the controller on whole batches, in numpy. The critic's values come from
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlframe.alignment import action_rows, trajectory_of
+from rlframe.alignment import trajectory_of
 from rlframe.config import AlgorithmConfig, ConfigError
 from rlframe.types import Batch
 from rlframe.validation import check_batch, check_finite, check_rows
+
+_LARGEST_EXPONENT = 500.0
+"""exp(500) = 1e217 leaves room for large rewards below the largest double, 1e308."""
 
 
 def adaptive_lambda(lengths: np.ndarray, alpha: float) -> np.ndarray:
@@ -42,61 +46,87 @@ def skip_observation_gae(batch: Batch, gamma: float, lam: float | np.ndarray) ->
         lam: lambda, a number or float[B].
 
     Returns:
-        float64[N], 0 off the mask.
+        float32[N], 0 off the mask.
 
     Raises:
         ValueError: values are missing, of the wrong shape or not finite on an action token, or a bootstrap is.
     """
-    rows, _ = action_rows(batch)
-    segments = trajectory_of(batch, rows)
     check_rows(batch, batch.num_tokens, "values", "rewards")
-    check_finite(batch, rows, "values")
-    values = batch.values[rows].astype(np.float64)  # type: ignore[index]
-    lengths = np.bincount(segments, minlength=len(batch))
-    ends = np.cumsum(lengths)[lengths > 0] - 1
-    following = np.append(values[1:], 0.0)
-    following[ends] = _final_values(batch)[lengths > 0]
-    deltas = action_rewards(batch) + gamma * following - values
-    decay = np.broadcast_to(gamma * np.asarray(lam, np.float64), (len(batch),))
-    advantages = np.zeros(batch.num_tokens)
-    advantages[rows] = discounted_sums(deltas, lengths, decay)
+    check_finite(batch, "values", "rewards")
+    rows = np.flatnonzero(batch.action_mask)
+    lengths = action_lengths(batch, rows)
+    values = batch.values[rows]  # type: ignore[index]
+    # delta_t = r_t + gamma V_{t+1} - V_t, where the last action token is followed by the final value.
+    deltas = np.empty(len(rows))
+    np.multiply(values[1:], gamma, out=deltas[:-1])
+    deltas[np.cumsum(lengths)[lengths > 0] - 1] = gamma * _final_values(batch)[lengths > 0]
+    deltas -= values
+    np.add.at(deltas, *action_rewards(batch, rows))
+    discounted_sums(deltas, lengths, np.broadcast_to(gamma * np.asarray(lam, np.float64), (len(batch),)))
+    advantages = np.zeros(batch.num_tokens, np.float32)
+    advantages[rows] = deltas.astype(np.float32)
     return advantages
 
 
-def action_rewards(batch: Batch) -> np.ndarray:
-    """float64[A], the rewards of a batch moved onto its action tokens.
+def action_lengths(batch: Batch, rows: np.ndarray) -> np.ndarray:
+    """int64[B], action tokens of every trajectory, given the rows int64[A] of all of them."""
+    return np.diff(np.searchsorted(rows, batch.offsets))
+
+
+def action_rewards(batch: Batch, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rewards of a batch on its action tokens.
 
     A reward on an observation goes to the last action token before it, or, before the first action, to that first one; a
     trajectory without action tokens has nowhere to put its rewards.
-    """
-    rows, _ = action_rows(batch)
-    paid = np.flatnonzero(batch.rewards)
-    owner = trajectory_of(batch, paid)
-    first = np.searchsorted(rows, batch.offsets)
-    position = np.clip(np.searchsorted(rows, paid, side="right") - 1, first[owner], first[owner + 1] - 1)
-    acting = first[owner + 1] > first[owner]
-    return np.bincount(position[acting], weights=batch.rewards[paid[acting]].astype(np.float64), minlength=len(rows))
-
-
-def discounted_sums(deltas: np.ndarray, lengths: np.ndarray, decay: np.ndarray) -> np.ndarray:
-    """x_t = delta_t + decay x_{t+1} within each of B consecutive runs.
 
     Args:
-        deltas: float64[A], the runs one after the other.
-        lengths: int[B], their lengths.
-        decay: float64[B]
+        batch: whose ``rewards`` to place.
+        rows: int64[A], rows of the action tokens.
+
+    Returns:
+        ``positions`` int64[P] in ``rows`` and ``amounts`` float64[P]; a position may come more than once.
     """
-    order = np.argsort(-lengths, kind="stable")
-    ends = np.cumsum(lengths)[order]
-    ordered, factor = lengths[order], decay[order]
-    out = np.empty_like(deltas)
-    carry = np.zeros(len(lengths))
-    for step in range(1, int(ordered[0]) + 1 if len(ordered) else 1):
-        alive = int(np.searchsorted(-ordered, -step, side="right"))
-        index = ends[:alive] - step
-        carry = carry[:alive] * factor[:alive] + deltas[index]
-        out[index] = carry
-    return out
+    paid = np.flatnonzero(batch.rewards != 0)
+    owner = trajectory_of(batch, paid)
+    bounds = np.searchsorted(rows, batch.offsets)
+    first, last = bounds[owner], bounds[owner + 1] - 1
+    positions = np.clip(np.searchsorted(rows, paid, side="right") - 1, first, last)
+    kept = last >= first
+    return positions[kept], batch.rewards[paid[kept]].astype(np.float64)
+
+
+def discounted_sums(deltas: np.ndarray, lengths: np.ndarray, decay: np.ndarray) -> None:
+    """Replace delta_t by x_t = delta_t + decay x_{t+1} within each of B consecutive runs, x being 0 after the end of a run.
+
+    numpy's cumulative sum does the scan, one call per run. Counting k from the end, x_k = decay^k sum_{j <= k} decay^-j delta_j;
+    the terms grow with j, so rounding stays relative to the latest ones and the result is as exact as the recurrence. A run
+    stays in the cache through all steps, which makes this faster than one long scan over the batch.
+
+    Args:
+        deltas: float64[A], the runs one after the other; overwritten.
+        lengths: int[B], their lengths, with sum A.
+        decay: float64[B], gamma lambda, in [0, 1].
+    """
+    longest = int(lengths.max(initial=0))
+    age, growth, sums = np.arange(longest, dtype=np.float64), np.empty(longest), np.empty(longest)
+    # decay 0 becomes a rate so large that every piece below has one token.
+    rates = -np.log(np.maximum(decay, np.finfo(np.float64).tiny))
+    end = 0
+    for length, rate in zip(lengths.tolist(), rates.tolist(), strict=True):
+        end += length
+        run = deltas[end - length : end][::-1]
+        size = length if length * rate <= _LARGEST_EXPONENT else max(1, int(_LARGEST_EXPONENT / rate))
+        for first in range(0, length, size):
+            x = run[first : first + size]
+            if not rate:
+                np.add.accumulate(x, out=x)
+                continue
+            if first:
+                x[0] += run[first - 1] * math.exp(-rate)
+            g, s = growth[: len(x)], sums[: len(x)]
+            np.exp(np.multiply(age[: len(x)], rate, out=g), out=g)
+            np.add.accumulate(np.multiply(x, g, out=s), out=s)
+            np.divide(s, g, out=x)
 
 
 def group_advantages(rewards: np.ndarray, groups: np.ndarray, normalize: bool = False) -> np.ndarray:
@@ -166,16 +196,17 @@ def compute_advantages(batch: Batch, algorithm: AlgorithmConfig, running_mean: R
         ConfigError: an advantage that is not known, or ``running_mean`` without a `RunningMean`.
     """
     check_batch(batch)
-    rows, _ = action_rows(batch)
-    check_finite(batch, np.arange(batch.num_tokens), "rewards")
+    check_rows(batch, batch.num_tokens, "rewards")
+    check_finite(batch, "rewards")
+    rows = np.flatnonzero(batch.action_mask)
     if algorithm.advantage == "gae":
-        lengths = np.bincount(trajectory_of(batch, rows), minlength=len(batch))
         adaptive = algorithm.lambda_policy == "adaptive"
-        lam = adaptive_lambda(lengths, algorithm.lambda_alpha) if adaptive else float(algorithm.lambda_policy)
-        batch.advantages = skip_observation_gae(batch, algorithm.gamma, lam).astype(np.float32)
-        targets = np.zeros(batch.num_tokens)
-        targets[rows] = skip_observation_gae(batch, algorithm.gamma, algorithm.lambda_critic)[rows] + batch.values[rows]  # type: ignore[index]
-        batch.returns = targets.astype(np.float32)
+        lam = (
+            adaptive_lambda(action_lengths(batch, rows), algorithm.lambda_alpha) if adaptive else float(algorithm.lambda_policy)
+        )
+        batch.advantages = skip_observation_gae(batch, algorithm.gamma, lam)
+        batch.returns = skip_observation_gae(batch, algorithm.gamma, algorithm.lambda_critic)
+        batch.returns[rows] += batch.values[rows]  # type: ignore[index]
         return
     rewards = np.add.reduceat(np.append(batch.rewards, 0.0).astype(np.float64), batch.offsets[:-1]) * (batch.lengths > 0)
     advantages = _baselined(rewards, batch, algorithm, running_mean)

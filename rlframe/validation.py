@@ -39,15 +39,17 @@ def check_rows(batch: Batch, hidden_rows: int, *learner: str) -> None:
             raise ValueError(f"{name} has shape {array.shape}, but the batch has {n} tokens.")
 
 
-def check_finite(batch: Batch, rows: np.ndarray, *names: str) -> None:
-    """Refuse NaN and infinity on action tokens.
+def check_finite(batch: Batch, *names: str) -> None:
+    """Refuse NaN and infinity in fields of one number per token: on action tokens, in ``rewards`` anywhere.
 
     Raises:
-        ValueError: a field has a non-finite value at one of ``rows``.
+        ValueError: a field has a non-finite value; the first one is named.
     """
     for name in names:
-        good = np.isfinite(getattr(batch, name)[rows])
-        if not good.all():
-            row = int(rows[np.argmin(good)])
+        bad = ~np.isfinite(getattr(batch, name))
+        if name != "rewards":
+            bad &= batch.action_mask
+        if bad.any():
+            row = int(np.argmax(bad))
             b = int(np.searchsorted(batch.offsets, row, side="right")) - 1
-            raise ValueError(f"{batch.name(b)}: {name} is not finite at action token {row - int(batch.offsets[b])}.")
+            raise ValueError(f"{batch.name(b)}: {name} is not finite at token {row - int(batch.offsets[b])}.")

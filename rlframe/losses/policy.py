@@ -186,7 +186,7 @@ class PolicyLoss:
         batch, hidden = inputs.batch, inputs.hidden
         check_rows(batch, len(hidden), "advantages")
         rows, producers = action_rows(batch)
-        check_finite(batch, rows, "advantages", "logprobs")
+        check_finite(batch, "advantages", "logprobs")
         if self.rules.centering is not None:
             check_heads(batch, rows)
         device = hidden.device

@@ -54,7 +54,7 @@ class ValueLoss:
         used = ("returns",) if self.clip_range is None else ("returns", "values")
         check_rows(batch, len(hidden), *used)
         rows, producers = action_rows(batch)
-        check_finite(batch, rows, *used)
+        check_finite(batch, *used)
         values = _values(inputs, producers)
         returns = torch.from_numpy(batch.returns[rows]).to(values)  # type: ignore[index]
         old = None if self.clip_range is None else torch.from_numpy(batch.values[rows]).to(values)  # type: ignore[index]
