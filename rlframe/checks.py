@@ -18,6 +18,7 @@ ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_FILES = ("jsonl", "parquet")
+GENERATED_TASKS = ("arithmetic", "countdown")
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
 """Names that architectures give to the output projection."""
 
@@ -151,10 +152,13 @@ def _sources(config: Config) -> None:
         "model.path is not set and model.builder is null; set model.path to a local Hugging Face folder or choose model=tiny.",
     )
     for key in ("train", "reward"):
-        needed, given = task.name in PROMPT_FILES, getattr(task, key)
-        _refuse(needed and given is None, f"task.{key} is not set and task.name={task.name} needs it; set task.{key}=...")
+        given = getattr(task, key)
         _refuse(
-            not needed and given is not None,
+            task.name in PROMPT_FILES and given is None,
+            f"task.{key} is not set and task.name={task.name} needs it; set task.{key}=...",
+        )
+        _refuse(
+            task.name in GENERATED_TASKS and given is not None,
             f"task.{key}={given} is not used by task.name={task.name}; choose task=jsonl or parquet for a file of prompts.",
         )
 

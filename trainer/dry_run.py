@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from rlframe.config import Config
-from rlframe.models import resolve_model
 from trainer.compose import to_yaml
 from trainer.memory import estimate, read_shape
 from trainer.placement import plan
+from trainer.run import read_inputs
 
 
 def report(config: Config) -> str:
     """The resolved configuration (YAML), the placement and the memory estimate.
 
-    A built-in model that is not in the cache yet is built first: its config.json is needed.
+    The model, the tokenizer and the prompts are looked at as a run would: a built-in model that is not in the cache yet is
+    built.
 
     Raises:
-        ConfigError: the model cannot be found, or this machine has too few GPUs.
+        ConfigError: the model or the task's data cannot be used, or this machine has too few GPUs.
     """
     placement = plan(config)
-    shape = read_shape(resolve_model(config.model), config.model.trust_remote_code)
+    shape = read_shape(read_inputs(config).model_path, config.model.trust_remote_code)
     parts = (
         ("configuration", to_yaml(config).rstrip()),
         ("placement", placement.describe()),

@@ -8,6 +8,8 @@ import pytest
 from trainer import cli
 from trainer.compose import load_yaml
 
+UNTRAINED = "model.build.warmup_steps=0"
+
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
     code = cli.main(argv)
@@ -35,10 +37,12 @@ def test_presets_lists_them_with_one_line_each(capsys):
         (["train", "algorithm=saoo"], "rlframe: algorithm=saoo is not an option; did you mean algorithm=sao?"),
         (["train", "--dry-run", "steps=0"], "rlframe: steps=0 is out of range; it must be at least 1."),
         (["train", "model.path=/no/such/folder", "--dry-run"], "rlframe: model.path=/no/such/folder is not a folder"),
+        (["train", "--dry-run", UNTRAINED, "task.options={lowest: 1}"], "rlframe: task.options.lowest is not an option"),
         (["resume", "/no/such/run"], "rlframe: /no/such/run is not a run directory"),
     ],
 )
-def test_a_refused_setting_is_one_line_on_stderr_and_exit_code_2(capsys, argv, sentence):
+def test_a_refused_setting_is_one_line_on_stderr_and_exit_code_2(capsys, argv, sentence, tmp_path, monkeypatch):
+    monkeypatch.setenv("RLFRAME_CACHE", str(tmp_path))
     code, out, err = run(capsys, *argv)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(sentence)
@@ -54,7 +58,7 @@ def test_an_unknown_option_or_command_is_refused_by_the_parser(capsys):
 def test_a_dry_run_shows_configuration_placement_and_memory_and_starts_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RLFRAME_CACHE", str(tmp_path / "cache"))
-    code, out, _ = run(capsys, "train", "algorithm=sao", "--dry-run", "model.build.warmup_steps=0", "steps=7")
+    code, out, _ = run(capsys, "train", "algorithm=sao", "--dry-run", UNTRAINED, "steps=7")
     assert code == 0
     configuration, placement, memory = (part.partition("\n")[2] for part in ("\n" + out).split("\n# ")[1:])
     (tmp_path / "shown.yaml").write_text(configuration)
