@@ -12,7 +12,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlframe.checksum import weights_checksum
 from workers.rollout.engine import Completion, WeightUpdate
-from workers.rollout.weights import make_update
 
 VOCABULARY = 64
 MAX_MODEL_LEN = 512
@@ -57,7 +56,14 @@ def perturbed(model: Qwen3ForCausalLM, seed: int, patterns: tuple[str, ...] = ("
 
 def update_of(model: Qwen3ForCausalLM, version: int, mode: str = "full", patterns: tuple[str, ...] = ("",)) -> WeightUpdate:
     named = [(n, p) for n, p in model.named_parameters() if any(pattern in n for pattern in patterns)]
-    return make_update(version, mode, named, "float32")
+    return make_update(version, mode, named)
+
+
+def make_update(version: int, mode: str, named, adapter: dict | None = None) -> WeightUpdate:
+    tensors = {name: tensor.detach().numpy() for name, tensor in named}
+    for array in tensors.values():
+        array.flags.writeable = False  # as arrays out of Ray's object store are
+    return WeightUpdate(version=version, mode=mode, tensors=tensors, adapter=adapter)
 
 
 def checksum_of(model: torch.nn.Module) -> str:

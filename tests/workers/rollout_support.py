@@ -12,6 +12,7 @@ from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
 from workers.environments.base import StepResult
 
+STOPS = tuple(range(40, 64))
 OBSERVATION = np.array([5, 6, 7], np.int32)
 
 
@@ -19,11 +20,10 @@ class Scripted:
     """``payload["turns"]`` turns, each rewarded with its number; ``payload["fault"]`` makes the first step fail or hang."""
 
     name = "scripted"
-    stop_token_ids = tuple(range(40, 64))
     max_turns = 4
 
     def __init__(self, task, tokenizer, *, seed: int, eval_size: int) -> None:
-        self.options = task.options
+        self.stop_token_ids = tuple(task.options.get("stop_token_ids", STOPS))
 
     def train_prompts(self):
         return []
@@ -52,9 +52,10 @@ class ScriptedEpisode:
         )
 
 
-def config_of(**rollout) -> Config:
+def config_of(stop_token_ids: tuple[int, ...] = STOPS, **rollout) -> Config:
     config = Config(seed=11)
     config.task.name = "rollout_support:Scripted"
+    config.task.options = {"stop_token_ids": list(stop_token_ids)}
     config.rollout.engine = "torch"
     config.rollout.max_model_len = MAX_MODEL_LEN
     for name, value in rollout.items():

@@ -6,7 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_support import MAX_MODEL_LEN, alignment_error, apply, prompt_of, save, tiny_model, update_in_flight, update_of
+from engine_support import (
+    MAX_MODEL_LEN,
+    alignment_error,
+    apply,
+    make_update,
+    prompt_of,
+    save,
+    tiny_model,
+    update_in_flight,
+    update_of,
+)
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from test_engine_contract import part
 
@@ -14,7 +24,6 @@ from rlframe.checksum import weights_checksum
 from workers.rollout.engine import SamplingParams
 from workers.rollout.torch_engine import TorchEngine
 from workers.rollout.vllm import VLLMEngine
-from workers.rollout.weights import make_update
 
 RANK = 8
 
@@ -48,7 +57,7 @@ def adapter_update(model, version):
     factors = get_peft_model_state_dict(model)
     config = model.peft_config["default"].to_dict()
     config["target_modules"] = sorted(config["target_modules"])
-    return make_update(version, "adapter", factors.items(), "float32", adapter=config)
+    return make_update(version, "adapter", factors.items(), adapter=config)
 
 
 def test_an_adapter_is_what_peft_computes_and_each_version_has_its_checksum(served):

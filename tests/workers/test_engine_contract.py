@@ -23,10 +23,12 @@ from engine_support import (
     update_in_flight,
     update_of,
 )
+from rollout_support import config_of, model_folder, prompts_of
 
 from workers.rollout.engine import EngineDeadError, SamplingParams
 from workers.rollout.torch_engine import TorchEngine
 from workers.rollout.vllm import VLLMEngine
+from workers.rollout.worker import RolloutWorker
 
 BASE = tiny_model()
 
@@ -241,7 +243,7 @@ def test_a_cancelled_request_leaves_the_others_alone(served):
     assert alignment_error(BASE, prompt_of(10), run(cancel_one()), 1.0) < 1e-4
 
 
-def test_an_engine_that_hangs_or_dies_raises_in_its_callers(served):
+def test_an_engine_that_hangs_or_dies_raises_in_its_callers(served, tmp_path):
     """Last: it leaves a dead engine behind."""
     engine, run = served
     run(engine.health())
@@ -258,15 +260,21 @@ def test_an_engine_that_hangs_or_dies_raises_in_its_callers(served):
     os.kill(core.pid, signal.SIGCONT)
     engine._timeout_s = 60.0
 
-    async def die_with_a_request():
-        running = asyncio.create_task(engine.generate(prompt_of(10), SamplingParams(max_new_tokens=400, seed=0)))
+    async def die_with_episodes():
+        worker = RolloutWorker(config_of(stop_token_ids=()), model_folder(tmp_path))
+        worker.engine = engine
+        await worker.submit(prompts_of(3, turns=4), [0, 1, 2], 1, SamplingParams(max_new_tokens=400))
         await asyncio.sleep(0.1)
         os.kill(core.pid, signal.SIGKILL)
-        await asyncio.wait_for(running, 20)
+        failures = {}
+        while len(failures) < 3:
+            failures |= dict((await worker.collect(5.0)).failures)
+        with pytest.raises(EngineDeadError):
+            await worker.update_weights(update_of(BASE, 1))
+        return failures
 
     begin = time.monotonic()
-    with pytest.raises(EngineDeadError):
-        run(die_with_a_request())
+    assert all("died" in reason for reason in run(die_with_episodes()).values())
     for call in (engine.health, engine.pause, lambda: engine.generate(prompt_of(3), SamplingParams(max_new_tokens=1))):
         with pytest.raises(EngineDeadError):
             run(call())

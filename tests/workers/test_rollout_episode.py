@@ -2,11 +2,12 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from engine_support import MAX_MODEL_LEN, alignment_error, dense_logprobs, perturbed, save, tiny_model, update_of
-from rollout_support import OBSERVATION, Scripted, config_of, prompts_of
+from rollout_support import OBSERVATION, STOPS, Scripted, config_of, prompts_of
 
 from workers.rollout.engine import SamplingParams
 from workers.rollout.episode import run_episode, sample_turn
@@ -48,7 +49,7 @@ def test_turns_and_observations_alternate_and_each_reward_lies_on_the_turn_s_las
     turns = turns_of(trajectory)
     assert len(turns) == 3 and trajectory.metadata["turns"] == 3
     assert trajectory.tokens[: len(prompt.tokens)].tolist() == prompt.tokens.tolist()
-    for (_, last), (first, _) in zip(turns, turns[1:], strict=False):
+    for (_, last), (first, _) in pairwise(turns):
         assert trajectory.tokens[last + 1 : first].tolist() == OBSERVATION.tolist()
     expected = np.zeros(len(trajectory))
     expected[[last for _, last in turns]] = [1, 2, 3]
@@ -67,7 +68,7 @@ def test_observations_carry_no_numbers_of_the_sampler(path):
 def test_the_end_is_told_by_who_ended_it(path):
     ended = run(path, prompts_of(1, turns=1)[0], replace(PARAMS, max_new_tokens=200))
     assert ended.finish == "stop" and ended.metadata["finish_1"] == "stop"
-    assert ended.tokens[-1] in Scripted.stop_token_ids
+    assert ended.tokens[-1] in STOPS
     assert run(path, prompts_of(1, turns=1)[0], replace(PARAMS, max_new_tokens=1, seed=8)).finish == "length"
     assert run(path, prompts_of(1, turns=99)[0]).finish == "length"
 

@@ -12,6 +12,8 @@ import itertools
 import os
 import time
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +26,8 @@ T = TypeVar("T")
 
 CHUNK_BYTES = 256 * 2**20
 """Weights travel to the engine core in messages of about this size."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM reserves space for; a smaller adapter fits a larger slot."""
 POLL_S = 0.5
 """How often a pending call looks whether the engine core is still alive."""
 
@@ -81,7 +85,8 @@ class VLLMEngine:
             "worker_extension_cls": "workers.rollout.vllm_extension.WeightExtension",
         }
         if self._serves_adapters:
-            self._args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank}
+            slots = min(rank for rank in LORA_RANKS if rank >= max_lora_rank)
+            self._args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
         self._args |= engine_args or {}
         self._request_numbers = itertools.count()
         self._in_flight = 0
@@ -114,7 +119,8 @@ class VLLMEngine:
         k = min(params.logprobs, self._vocabulary)
         request_id = str(next(self._request_numbers))
         llm = self._running()
-        stream = llm.generate(prompt, self._vllm_params(params, k), request_id, lora_request=self._lora_request)
+        wanted = replace(params, logprobs=k, seed=params.seed if self._seeds_allowed else None)
+        stream = llm.generate(prompt, _vllm_params(wanted), request_id, lora_request=self._lora_request)
         self._in_flight += 1
         try:
             (final,) = [output async for output in stream]
@@ -125,25 +131,6 @@ class VLLMEngine:
         finally:
             self._in_flight -= 1
         return completion_of(final.outputs[0], k)
-
-    def _vllm_params(self, params: SamplingParams, k: int) -> Any:
-        from vllm import SamplingParams as VLLMSamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return VLLMSamplingParams(
-            max_tokens=params.max_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=params.seed if self._seeds_allowed else None,
-            logprobs=k,
-            flat_logprobs=True,
-            detokenize=False,
-            ignore_eos=True,
-            stop_token_ids=list(params.stop_token_ids),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
 
     async def load_weights(self, update: WeightUpdate) -> str:
         """Serve ``update`` from now on; see `workers.rollout.engine.Engine.load_weights`."""
@@ -236,6 +223,28 @@ def _environment(on_cpu: bool, threads: int) -> dict[str, str]:
         # Without it the first request that asks for log-probabilities compiles for 17 s.
         "TORCHDYNAMO_DISABLE": "1",
     }
+
+
+@lru_cache(maxsize=64)
+def _vllm_params(params: SamplingParams) -> Any:
+    """vLLM's form of ``params``; one object serves all requests that have the same (vLLM copies it for each)."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VLLMSamplingParams(
+        max_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        logprobs=params.logprobs,
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,
+        stop_token_ids=list(params.stop_token_ids),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
 
 
 def completion_of(output: Any, k: int) -> Completion:

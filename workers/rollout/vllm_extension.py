@@ -59,7 +59,7 @@ def tensors_in(blob: bytes, specs: list[TensorSpec], dtype: str) -> Iterator[tup
 
 def adaptable_modules(adapters: Any) -> set[str]:
     """Names, as in the checkpoint, of the modules that vLLM's adapter manager has a layer for; fused ones by their parts."""
-    names = set()
+    names: set[str] = set()
     for name in adapters.modules:
         parent, _, leaf = name.rpartition(".")
         names.update(f"{parent}.{part}" for part in adapters.packed_modules_mapping.get(leaf, [leaf]))
