@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ OVERRIDES = "settings, such as algorithm=sao actor.optim.lr=1e-5 (docs/configura
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, or 2 when a setting is refused (one line on stderr)."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the console is for the steps of the run
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest:  # argparse stops collecting overrides at an option between them

@@ -27,16 +27,14 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-import numpy as np
-import ray
-
 from rlframe.advantages import RunningMean, compute_advantages
 from rlframe.config import Config
-from rlframe.types import Batch, Prompt, Trajectory
+from rlframe.types import Batch, Prompt
 from trainer import recovery
 from trainer.buffer import Buffer, Slot, State
 from trainer.data import PromptStream
 from trainer.metrics import Timers, eval_metrics, rollout_metrics, staleness_metrics
+from trainer.served import checksum_fault, probe_fault
 from trainer.tracking import Tracker
 from workers.group import LearnerGroup
 from workers.rollout.engine import SamplingParams
@@ -149,11 +147,11 @@ class Controller:
         if algorithm.advantage == "gae":
             self.waits("learn", "the critic's values")
             with timers("values"):
-                batch.values, batch.bootstrap = await self.learner.values(ray.put(batch))
+                batch.values, batch.bootstrap = await self.learner.values(self.learner.share(batch))
 
         # 3. advantages and returns
         compute_advantages(batch, algorithm, self.running_mean)
-        shared = ray.put(batch)
+        shared = self.learner.share(batch)
 
         # 4. K critic updates
         if algorithm.advantage == "gae":
@@ -188,39 +186,14 @@ class Controller:
         """Push the actor's weights to every engine and check that each serves exactly them."""
         rollout = self.config.rollout
         update, expected = await self.learner.weight_update(self.version, self.sync_mode, rollout.dtype)
-        served = await self.rollouts.update_weights(update)
-        for i, checksum in enumerate(served):
-            if checksum != expected:
-                raise RunFailed(
-                    f"Rollout worker {i} serves weights with checksum {checksum} after the sync of version {self.version}, "
-                    f"but the actor's are {expected}."
-                )
-        if rollout.probe_every and self.syncs % rollout.probe_every == 0:
-            await self.probe()
+        fault = checksum_fault(await self.rollouts.update_weights(update), expected, self.version)
+        if not fault and rollout.probe_every and self.syncs % rollout.probe_every == 0:
+            prompt = self.eval_prompts[0].tokens
+            completions = await self.rollouts.probe(prompt, self.head_size)
+            fault = await probe_fault(completions, prompt, self.learner, rollout.temperature, rollout.probe_tolerance)
+        if fault:
+            raise RunFailed(fault)
         self.syncs += 1
-
-    async def probe(self) -> None:
-        """Compare the engines' log-probabilities of a fixed prompt with the actor's: what is computed, not what is stored."""
-        tokens = self.eval_prompts[0].tokens
-        for i, completion in enumerate(await self.rollouts.probe(tokens, self.head_size)):
-            sampled = Trajectory(
-                tokens=np.concatenate([tokens, completion.ids]),
-                action_mask=np.arange(len(tokens) + len(completion.ids)) >= len(tokens),
-                logprobs=_after(tokens, completion.logprobs),
-                head_ids=_after(tokens, completion.head_ids),
-                head_logprobs=_after(tokens, completion.head_logprobs),
-                versions=_after(tokens, completion.versions),
-                rewards=np.zeros(len(tokens) + len(completion.ids)),
-                finish="length",
-                prompt_id="probe",
-            )
-            ours = await self.learner.logprobs(Batch.from_trajectories([sampled]), self.config.rollout.temperature)
-            difference = float(np.abs(ours["logprobs"] - sampled.logprobs)[sampled.action_mask].max())
-            if difference > self.config.rollout.probe_tolerance:
-                raise RunFailed(
-                    f"Rollout worker {i} differs from the actor by {difference:.2g} nats on the probe prompt at version "
-                    f"{self.version}; if its dtype is lower than the actor's, raise rollout.probe_tolerance."
-                )
 
     async def evaluate(self) -> dict[str, float]:
         """Held-out reward under the weights now served."""
@@ -282,8 +255,3 @@ class Controller:
 def join(slots: list[Slot[Prompt, Batch]]) -> Batch:
     """The trajectories of the taken slots, in their order."""
     return Batch.concat([slot.result for slot in slots if slot.result is not None])
-
-
-def _after(tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Rows of sampled tokens behind zero rows for the prompt."""
-    return np.concatenate([np.zeros((len(tokens), *rows.shape[1:]), rows.dtype), rows])

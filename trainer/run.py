@@ -123,7 +123,7 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
             raise first(group) from None
         finally:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(controller.rollouts.close(), 20)
+                await asyncio.wait_for(asyncio.gather(controller.rollouts.close(), controller.learner.close()), 20)
     finally:
         tracker.close()
         ray.shutdown()
@@ -132,8 +132,8 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
 async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker) -> Controller:
     """Start engines and learner ranks side by side and hand them to a controller."""
     logs = str(run_dir / "logs")
-    rollouts = RolloutGroup(config, inputs.model_path, logs)
-    learner = LearnerGroup(config, inputs.model_path, logs)
+    rollouts = RolloutGroup.launch(config, inputs.model_path, logs)
+    learner = LearnerGroup.launch(config, inputs.model_path, logs)
     limit = config.cluster.startup_timeout_s
     await asyncio.wait_for(asyncio.gather(rollouts.start(), learner.start()), limit)
     return Controller(

@@ -15,20 +15,33 @@ from workers.learner import LearnerRank
 
 
 class LearnerGroup:
-    """All learner ranks; each call runs on every rank at once and its results are put together."""
+    """All learner ranks; each call runs on every rank at once and its results are put together.
 
-    def __init__(self, config: Config, model_path: str, log_dir: str | None) -> None:
+    A batch argument is what `share` returned.
+    """
+
+    def __init__(self, ranks: list[Any]) -> None:
+        """``ranks``: handles of `LearnerRank` actors, in rank order."""
+        self.ranks = ranks
+
+    @classmethod
+    def launch(cls, config: Config, model_path: str, log_dir: str | None) -> LearnerGroup:
+        """Create the actors; `start` makes them a group."""
         actor = config.actor
         remote: Any = ray.remote(LearnerRank)
-        self.ranks: list[Any] = [
+        ranks = [
             remote.options(
-                name=None,
                 num_cpus=actor.cpus,
                 num_gpus=actor.gpus,
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(actor.threads), "HF_HUB_OFFLINE": "1"}},
             ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log")
             for rank in range(actor.ranks)
         ]
+        return cls(ranks)
+
+    def share(self, batch: Batch) -> Any:
+        """Put a batch where all ranks can read it, once."""
+        return ray.put(batch)
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         return list(await asyncio.gather(*(getattr(rank, method).remote(*args) for rank in self.ranks)))
@@ -38,20 +51,20 @@ class LearnerGroup:
         address = await self.ranks[0].address.remote()
         await self._all("start", address)
 
-    async def values(self, batch: ray.ObjectRef) -> tuple[np.ndarray, np.ndarray]:
+    async def values(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
         """Values [N] and bootstrap values [B] of the whole batch."""
         parts = await self._all("values", batch)
         return np.concatenate([values for values, _ in parts]), np.concatenate([last for _, last in parts])
 
-    async def update_critic(self, batch: ray.ObjectRef) -> Metrics:
+    async def update_critic(self, batch: Any) -> Metrics:
         """One critic step."""
         return Metrics.merge(await self._all("update_critic", batch))
 
-    async def update_actor(self, batch: ray.ObjectRef) -> Metrics:
+    async def update_actor(self, batch: Any) -> Metrics:
         """One policy step."""
         return Metrics.merge(await self._all("update_actor", batch))
 
-    async def weight_update(self, version: int, mode: str, dtype: str) -> tuple[ray.ObjectRef, str]:
+    async def weight_update(self, version: int, mode: str, dtype: str) -> tuple[Any, str]:
         """A reference to the weights (they go from rank 0 to the rollout workers, not through here) and their checksum."""
         refs = [rank.weight_update.options(num_returns=2).remote(version, mode, dtype) for rank in self.ranks]
         checksums = await asyncio.gather(*(checksum for _, checksum in refs))
@@ -61,6 +74,10 @@ class LearnerGroup:
         """The policy's log-probabilities of every token of ``batch``."""
         parts = await self._all("logprobs", batch, temperature)
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    async def close(self) -> None:
+        """Take the process group down."""
+        await self._all("close")
 
     async def save(self, directory: str) -> None:
         """Every rank writes its part under ``directory`` (a path that all ranks and the driver share)."""

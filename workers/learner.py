@@ -140,6 +140,10 @@ class LearnerRank:
         if rng.exists():
             _restore_rng(load_file(str(rng)), self.device)
 
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
     def _sessions(self) -> dict[str, Session]:
         return {"actor": self.actor.session, **(self.critic.sessions if self.critic else {})}
 

@@ -19,17 +19,23 @@ COLLECT_TIMEOUT_S = 1.0
 class RolloutGroup:
     """All rollout workers; prompts go to the one with the fewest in flight."""
 
-    def __init__(self, config: Config, model_path: str, log_dir: str | None) -> None:
+    def __init__(self, workers: list[Any]) -> None:
+        """``workers``: handles of `RolloutWorker` actors."""
+        self.workers = workers
+        self.in_flight: list[set[int]] = [set() for _ in workers]
+
+    @classmethod
+    def launch(cls, config: Config, model_path: str, log_dir: str | None) -> RolloutGroup:
+        """Create the actors; `start` starts their engines."""
         rollout = config.rollout
-        self.config = config
         remote: Any = ray.remote(RolloutWorker)
-        self.workers: list[Any] = [
+        workers = [
             remote.options(
                 num_cpus=rollout.cpus, num_gpus=rollout.gpus, max_concurrency=rollout.max_concurrency, max_restarts=0
             ).remote(config, model_path, i, log_dir and f"{log_dir}/rollout_{i}.log")
             for i in range(rollout.workers)
         ]
-        self.in_flight: list[set[int]] = [set() for _ in self.workers]
+        return cls(workers)
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         return list(await asyncio.gather(*(getattr(worker, method).remote(*args) for worker in self.workers)))
@@ -56,10 +62,10 @@ class RolloutGroup:
     async def collect(self, worker: int) -> Collected:
         """What one worker has finished; waits a while if there is nothing."""
         collected = await self.workers[worker].collect.remote(COLLECT_TIMEOUT_S)
-        self.in_flight[worker].difference_update(collected.slots)
+        self.in_flight[worker].difference_update(collected.slots, (slot for slot, _ in collected.failures))
         return collected
 
-    async def update_weights(self, update: ray.ObjectRef) -> list[str]:
+    async def update_weights(self, update: Any) -> list[str]:
         """Serve new weights everywhere; the checksums of what is now served."""
         return await self._all("update_weights", update)
 

@@ -1,0 +1,119 @@
+"""A whole job in one process: the real controller, learner rank, rollout worker and torch engine, without Ray between them.
+
+Ray's part (processes, serialisation) is tested in `test_run.py`; here many jobs run in seconds.
+"""
+
+import asyncio
+import json
+from pathlib import Path
+
+from rlframe.checks import check
+from trainer import recovery
+from trainer.compose import compose, config_hash
+from trainer.controller import Controller
+from trainer.run import read_inputs, sync_mode
+from trainer.tracking import Tracker
+from workers import learner as learner_module
+from workers.group import LearnerGroup
+from workers.learner import LearnerRank
+from workers.rollout.group import RolloutGroup
+from workers.rollout.worker import RolloutWorker
+
+SMALL = [
+    "rollout=torch",
+    "steps=3",
+    "batch_size=8",
+    "eval.size=8",
+    "eval.every=0",
+    "log.wandb=disabled",
+    "log.console=false",
+    "rollout.probe_every=1",
+]
+
+
+class Method:
+    """``handle.method`` with Ray's ``.remote`` and ``.options(num_returns=n)``."""
+
+    def __init__(self, function, returns=None):
+        self.function, self.returns = function, returns
+
+    def options(self, num_returns):
+        return Method(self.function, num_returns)
+
+    def remote(self, *args):
+        result = self.function(*args)
+        if asyncio.iscoroutine(result):
+            return asyncio.ensure_future(result)
+        if self.returns is None:
+            return done(result)
+        return [done(part) for part in result]
+
+
+class Handle:
+    def __init__(self, target):
+        self.target = target
+
+    def __getattr__(self, name):
+        return Method(getattr(self.target, name))
+
+
+class Resolved:
+    """What Ray does to references among the arguments: they arrive as values."""
+
+    def share(self, batch):
+        return batch
+
+
+class LocalLearner(Resolved, LearnerGroup):
+    async def weight_update(self, version, mode, dtype):
+        update, checksum = await super().weight_update(version, mode, dtype)
+        return await update, checksum
+
+
+def done(value):
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(value)
+    return future
+
+
+def run(run_dir: Path, *overrides: str, resume: bool = False) -> list[dict]:
+    """Train and return the lines of ``metrics.jsonl``."""
+    config = compose([f"run_dir={run_dir}", *SMALL, *overrides])
+    check(config)
+    for folder in ("logs", "rollouts", "checkpoints"):
+        (run_dir / folder).mkdir(parents=True, exist_ok=True)
+    asyncio.run(_attempt(config, run_dir, resume))
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+async def _attempt(config, run_dir, resume):
+    learner_module._node_ip = lambda: "127.0.0.1"
+    inputs = read_inputs(config)
+    checkpoints = recovery.Checkpoints(run_dir, config.checkpoint.keep_last, config_hash(config))
+    checkpoint = checkpoints.newest()[0] if resume else None
+    step = recovery.read_state(checkpoint)["step"] if checkpoint else 0
+    tracker = Tracker(config, run_dir, inputs.tokenizer, step)
+    rollouts = RolloutGroup([Handle(RolloutWorker(config, inputs.model_path, i)) for i in range(config.rollout.workers)])
+    learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None))])
+    try:
+        await asyncio.gather(rollouts.start(), learner.start())
+        controller = Controller(
+            config=config,
+            stream=inputs.stream,
+            eval_prompts=inputs.eval_prompts,
+            stop_token_ids=tuple(inputs.environment.stop_token_ids),
+            head_size=min(config.rollout.head_size, inputs.vocab_size) if config.algorithm.score_centering else 0,
+            sync_mode=sync_mode(config),
+            rollouts=rollouts,
+            learner=learner,
+            tracker=tracker,
+            checkpoints=checkpoints,
+        )
+        if checkpoint:
+            await learner.load(str(checkpoint))
+            recovery.restore(controller, checkpoint)
+        await controller.run()
+    finally:
+        await rollouts.close()
+        await learner.close()
+        tracker.close()

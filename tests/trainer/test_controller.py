@@ -1,0 +1,69 @@
+"""The whole method on the reference sampler: every preset trains, runs repeat to the bit, a resumed run goes on."""
+
+import math
+
+import pytest
+from local import run
+
+from trainer.compose import configs_dir
+
+PRESETS = sorted(path.stem for path in (configs_dir() / "algorithm").glob("*.yaml"))
+TIMES = ("time/", "perf/", "idle/")
+
+
+def numbers(rows):
+    """Everything but the clock."""
+    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_trains(tmp_path, preset):
+    rows = run(tmp_path, f"algorithm={preset}")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(math.isfinite(row["actor/pg_loss"]) and math.isfinite(row["actor/grad_norm"]) for row in rows[1:])
+    assert "eval/arithmetic/reward" in rows[0] and "eval/arithmetic/reward" in rows[-1]
+    assert max(row["off_policy/max"] for row in rows[1:]) <= 2
+
+
+@pytest.mark.slow
+def test_synchronous_runs_repeat_to_the_bit(tmp_path):
+    first, second = (numbers(run(tmp_path / name, "max_staleness=0", "seed=3")) for name in "ab")
+    assert first == second
+    assert [row["off_policy/max"] for row in first[1:]] == [0, 0, 0]
+    other = numbers(run(tmp_path / "c", "max_staleness=0", "seed=4"))
+    assert other[1:] != first[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("actor", ["lora", "full"])
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(tmp_path, actor):
+    options = ["max_staleness=0", f"actor={actor}", "checkpoint.every=1"]
+    whole = numbers(run(tmp_path / "whole", *options, "steps=4"))
+    run(tmp_path / "cut", *options, "steps=2")
+    resumed = numbers(run(tmp_path / "cut", *options, "steps=4", resume=True))
+    assert [row["step"] for row in resumed] == [0, 1, 2, 3, 4]
+    assert resumed[3:] == whole[3:]
+
+
+@pytest.mark.slow
+def test_on_policy_the_trainer_and_the_sampler_agree(tmp_path):
+    rows = run(tmp_path, "max_staleness=0", "rollout.temperature=0.7")
+    for row in rows[1:]:
+        assert abs(row["rollout_corr/kl"]) < 1e-5 and row["actor/clip_fraction"] == 0
+
+
+@pytest.mark.slow
+def test_value_pretraining_leaves_the_actor_where_it_is(tmp_path):
+    rows = run(tmp_path, "critic.warmup_steps=2")
+    assert [row["version"] for row in rows[1:]] == [0, 0, 1]
+    assert "actor/pg_loss" not in rows[1] and "critic/value_loss" in rows[1]
+
+
+@pytest.mark.slow
+def test_asynchronous_resume_trains_every_prompt_once(tmp_path):
+    options = ["max_staleness=2", "checkpoint.every=1"]
+    run(tmp_path, *options, "steps=2")
+    rows = run(tmp_path, *options, "steps=4", resume=True)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[-1]["off_policy/in_flight"] <= 3 * 8
