@@ -1,5 +1,6 @@
 """The command line: instant help, one line for a refused setting, and a dry run that starts nothing."""
 
+import os
 import subprocess
 import sys
 
@@ -37,12 +38,10 @@ def test_presets_lists_them_with_one_line_each(capsys):
         (["train", "algorithm=saoo"], "rlframe: algorithm=saoo is not an option; did you mean algorithm=sao?"),
         (["train", "--dry-run", "steps=0"], "rlframe: steps=0 is out of range; it must be at least 1."),
         (["train", "model.path=/no/such/folder", "--dry-run"], "rlframe: model.path=/no/such/folder is not a folder"),
-        (["train", "--dry-run", UNTRAINED, "task.options={lowest: 1}"], "rlframe: task.options.lowest is not an option"),
         (["resume", "/no/such/run"], "rlframe: /no/such/run is not a run directory"),
     ],
 )
-def test_a_refused_setting_is_one_line_on_stderr_and_exit_code_2(capsys, argv, sentence, tmp_path, monkeypatch):
-    monkeypatch.setenv("RLFRAME_CACHE", str(tmp_path))
+def test_a_refused_setting_is_one_line_on_stderr_and_exit_code_2(capsys, argv, sentence):
     code, out, err = run(capsys, *argv)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(sentence)
@@ -53,6 +52,16 @@ def test_an_unknown_option_or_command_is_refused_by_the_parser(capsys):
         with pytest.raises(SystemExit) as caught:
             cli.main(argv)
         assert caught.value.code == 2
+
+
+def test_a_refusal_after_a_model_was_built_is_one_line_too(tmp_path):
+    """In a process of its own: what libraries print belongs to the answer."""
+    command = [sys.executable, "-m", "trainer.cli", "train", "--dry-run", UNTRAINED, "task.options={lowest: 1}"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "RLFRAME_CACHE": str(tmp_path)}, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert ended.stderr.startswith("rlframe: task.options.lowest is not an option")
 
 
 def test_a_dry_run_shows_configuration_placement_and_memory_and_starts_nothing(capsys, tmp_path, monkeypatch):
