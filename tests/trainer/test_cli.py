@@ -54,6 +54,7 @@ def test_an_unknown_option_or_command_is_refused_by_the_parser(capsys):
         assert caught.value.code == 2
 
 
+@pytest.mark.slow
 def test_a_refusal_after_a_model_was_built_is_one_line_too(tmp_path):
     """In a process of its own: what libraries print belongs to the answer."""
     command = [sys.executable, "-m", "trainer.cli", "train", "--dry-run", UNTRAINED, "task.options={lowest: 1}"]
