@@ -20,12 +20,15 @@ import numpy as np
 import torch
 
 from workers.rollout.engine import Completion, EngineDeadError, PauseMode, SamplingParams, WeightUpdate
+from workers.rollout.owner import OWNER_VARIABLE
 from workers.rollout.torch_engine import check_request
 
 T = TypeVar("T")
 
 CHUNK_BYTES = 256 * 2**20
 """Weights travel to the engine core in messages of about this size."""
+CLOSE_S = 2.0
+"""How long the engine core may take to end by itself."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM reserves space for; a smaller adapter fits a larger slot."""
 POLL_S = 0.5
@@ -102,6 +105,7 @@ class VLLMEngine:
         on_cpu = not torch.cuda.is_available()
         for name, value in _environment(on_cpu, self._threads).items():
             os.environ.setdefault(name, value)
+        os.environ[OWNER_VARIABLE] = str(os.getpid())
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -183,7 +187,7 @@ class VLLMEngine:
     async def close(self) -> None:
         """End the engine core."""
         if self._llm is not None:
-            self._llm.shutdown()
+            self._llm.shutdown(timeout=CLOSE_S)
             self._llm = None
 
     def _running(self) -> Any:

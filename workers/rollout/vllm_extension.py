@@ -21,6 +21,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.platforms import current_platform
 
 from rlframe.checksum import bit_sum, weights_checksum
+from workers.rollout.owner import end_with_owner
 from workers.rollout.weights import DTYPES
 
 ADAPTER_ID = 1
@@ -45,6 +46,7 @@ def serve_plain_weights() -> None:
 
 if current_platform.is_cpu():
     serve_plain_weights()
+end_with_owner()
 
 
 def tensors_in(blob: bytes, specs: list[TensorSpec], dtype: str) -> Iterator[tuple[str, Tensor]]:

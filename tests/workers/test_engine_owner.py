@@ -1,0 +1,27 @@
+"""An engine process ends after its owner, also when that was killed."""
+
+import subprocess
+import sys
+
+ENGINE = (
+    "from workers.rollout.owner import end_with_owner; import time; end_with_owner(); print('up', flush=True); time.sleep(60)"
+)
+OWNER = f"""
+import os, subprocess, sys
+os.environ["RLFRAME_ENGINE_OWNER"] = str(os.getpid())
+engine = subprocess.Popen([sys.executable, "-c", {ENGINE!r}], stdout=subprocess.PIPE)
+engine.stdout.readline()
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_owner_takes_its_engine_along():
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert owner.stdout.readline() == b"up\n"
+    owner.kill()
+    owner.wait()
+    # The engine inherited stderr: it reads as ended only when the engine is gone too.
+    assert owner.stderr.read() == b""
