@@ -63,7 +63,9 @@ def _mismatch(metrics: Metrics, logprobs: np.ndarray, sampler: np.ndarray, segme
     sequence = totals(log_ratio).clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     metrics.mean("rollout_corr/chi2_seq", np.expm1(2 * sequence).sum(), acting.sum())
     for name, values in (("training_ppl", logprobs), ("rollout_ppl", sampler)):
-        metrics.mean(f"rollout_corr/{name}", np.exp(-totals(values) / lengths[acting]).sum(), acting.sum())
+        nats = -totals(values) / lengths[acting]
+        # exp(600) = 1e260: a trajectory that is impossible under one side must not turn the mean into infinity.
+        metrics.mean(f"rollout_corr/{name}", np.exp(nats.clip(max=600)).sum(), acting.sum())
 
 
 def _weights(metrics: Metrics, objective: PolicyObjective, stats: dict[str, np.ndarray]) -> None:
