@@ -19,6 +19,20 @@ ENGINES = ("vllm", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_FILES = ("jsonl", "parquet")
 GENERATED_TASKS = ("arithmetic", "countdown")
+ENGINE_OWNED = {
+    "model": "model.path decides",
+    "dtype": "rollout.dtype decides",
+    "seed": "seed decides",
+    "max_model_len": "rollout.max_model_len decides",
+    "max_num_seqs": "rollout.max_concurrency decides",
+    "tensor_parallel_size": "rollout.tensor_parallel_size decides",
+    "trust_remote_code": "model.trust_remote_code decides",
+    "logprobs_mode": "the losses need (log-probabilities after temperature)",
+    "max_logprobs": "rollout.head_size needs",
+    "generation_config": "the losses need (no sampling defaults of the model's own)",
+    "worker_extension_cls": "weight sync needs",
+}
+"""Engine arguments that are not the user's: name -> the end of "would overrule what ..."."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
 """Names that architectures give to the output projection."""
 
@@ -124,7 +138,7 @@ def _ranges(config: Config) -> None:
     _at_least(
         config,
         0,
-        "seed max_staleness algorithm.clip_low algorithm.clip_high rollout.top_k rollout.min_p rollout.head_size "
+        "seed max_staleness algorithm.clip_low algorithm.clip_high rollout.top_k rollout.head_size "
         "rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus critic.warmup_steps "
         "critic.vf_coef eval.every eval.temperature checkpoint.every log.rollouts_every log.rollouts_count",
     )
@@ -170,7 +184,9 @@ def _sampling(config: Config) -> None:
         f"rollout.temperature={r.temperature} cannot be trained on, since the logits are divided by it; it must be above 0.",
     )
     _refuse(not 0 < r.top_p <= 1, f"rollout.top_p={r.top_p} is out of range; it must be above 0 and at most 1.")
-    _refuse(r.min_p > 1, f"rollout.min_p={r.min_p} is out of range; it must be between 0 and 1.")
+    for name in r.engine_args:
+        if name in ENGINE_OWNED:
+            raise ConfigError(f"rollout.engine_args.{name} would overrule what {ENGINE_OWNED[name]}; leave it out.")
     _refuse(
         r.max_new_tokens >= r.max_model_len,
         f"rollout.max_new_tokens={r.max_new_tokens} leaves no room for a prompt in rollout.max_model_len={r.max_model_len}; "
@@ -231,7 +247,7 @@ def _score_centering(config: Config) -> None:
         f"{on} needs one weight per token and algorithm.rollout_is=sequence gives one per sequence; "
         f"set algorithm.rollout_is=token or null, or {off}.",
     )
-    for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0), ("min_p", r.min_p, 0)):
+    for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0)):
         _refuse(
             value != neutral,
             f"{on} needs the sampler's log-probabilities over the full vocabulary and rollout.{key}={value} cuts it; "

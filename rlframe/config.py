@@ -110,8 +110,6 @@ class RolloutConfig:
     """Nucleus mass."""
     top_k: int = 0
     """Sample among the k likeliest tokens only; 0 means all."""
-    min_p: float = 0.0
-    """Drop tokens below this fraction of the likeliest."""
     head_size: int = 128
     """k of the top-k log-probabilities returned for every token, capped at the vocabulary; used with score centering."""
     max_new_tokens: int = 64

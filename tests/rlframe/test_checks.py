@@ -44,7 +44,8 @@ CENTRED = {"algorithm__score_centering": True}
         ({**CENTRED, "algorithm__policy_loss": "ppo_clip"}, ["algorithm.score_centering", "algorithm.policy_loss=ppo_clip"]),
         ({**CENTRED, "rollout__top_p": 0.9}, ["algorithm.score_centering", "rollout.top_p=0.9"]),
         ({**CENTRED, "rollout__top_k": 20}, ["algorithm.score_centering", "rollout.top_k=20"]),
-        ({**CENTRED, "rollout__min_p": 0.1}, ["algorithm.score_centering", "rollout.min_p=0.1"]),
+        ({"rollout__engine_args": {"max_model_len": 9}}, ["rollout.engine_args.max_model_len", "rollout.max_model_len"]),
+        ({"rollout__engine_args": {"logprobs_mode": "raw_logprobs"}}, ["rollout.engine_args.logprobs_mode"]),
         ({**CENTRED, "rollout__head_size": 0}, ["algorithm.score_centering", "rollout.head_size=0"]),
         (
             {"algorithm__rollout_is": "token", "algorithm__policy_loss": "dis"},
