@@ -138,7 +138,9 @@ class RolloutWorker:
         if not self._finished:
             self._news.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), timeout_s)
+                # Not wait_for: in Python 3.11 it swallows a cancellation that arrives together with the event.
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
         finished, self._finished = self._finished, []
         done = [(slot, trajectories) for slot, trajectories, _ in finished if trajectories]
         flat = [t for _, trajectories in done for t in trajectories]
