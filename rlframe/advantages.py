@@ -98,7 +98,7 @@ def action_rewards(batch: Batch, rows: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def discounted_sums(deltas: np.ndarray, lengths: np.ndarray, decay: np.ndarray) -> None:
     """Replace delta_t by x_t = delta_t + decay x_{t+1} within each of B consecutive runs, x being 0 after the end of a run.
 
-    numpy's cumulative sum does the scan, one call per run. Counting k from the end, x_k = decay^k sum_{j <= k} decay^-j delta_j;
+    numpy's cumulative sum does the scan, one call per run: counting k from the end, x_k = decay^k sum_{j<=k} decay^-j delta_j;
     the terms grow with j, so rounding stays relative to the latest ones and the result is as exact as the recurrence. A run
     stays in the cache through all steps, which makes this faster than one long scan over the batch.
 
@@ -115,7 +115,7 @@ def discounted_sums(deltas: np.ndarray, lengths: np.ndarray, decay: np.ndarray) 
     for length, rate in zip(lengths.tolist(), rates.tolist(), strict=True):
         end += length
         run = deltas[end - length : end][::-1]
-        size = length if length * rate <= _LARGEST_EXPONENT else max(1, int(_LARGEST_EXPONENT / rate))
+        size = max(1, length if length * rate <= _LARGEST_EXPONENT else int(_LARGEST_EXPONENT / rate))
         for first in range(0, length, size):
             x = run[first : first + size]
             if not rate:
