@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlframe import attention
 from rlframe.checksum import bit_sum
 from rlframe.config import ConfigError
 from rlframe.hf_checkpoint import conversions, load_weights, to_checkpoint_names
@@ -68,6 +69,14 @@ class Backbone:
         self.sessions: dict[str, Session] = {}
         self.adapters = Adapters(model)
         self.trainable = False
+        self.packs = attention.can_pack(model.config.get_text_config())
+        """Whether one pass can take several trajectories; otherwise each goes alone."""
+        kernel = model.config._attn_implementation
+        # Kernels that know several sequences in a row get a single one.
+        self._one_row = kernel == attention.NAME or "flash" in kernel
+        self._segments = attention.Segments()
+        for module in model.modules():
+            module.segments = self._segments  # type: ignore[assignment]
         self._runner = runner
         self._table = conversions(model)
         self._bit_sums: dict[tuple[str, torch.dtype], int] = {}
@@ -165,20 +174,21 @@ class Backbone:
         Returns:
             What ``consume`` returned. Tensors that are differentiated must be reachable in it (tuples, lists, dicts).
         """
-        layout = lay_out(micro.lengths if micro is not None else np.ones(1, np.int64), self._row_width(micro))
-        tokens = micro.tokens[layout.source] if micro is not None else np.zeros((1, 1))
-        cells = torch.from_numpy(layout.cells).to(self.device)
+        lengths = micro.lengths if micro is not None else np.ones(1, np.int64)
+        tokens = micro.tokens if micro is not None else np.zeros(1, np.int64)
+        if self._one_row:
+            self._segments.describe(lengths, self.device)
+            starts = np.cumsum(lengths) - lengths
+            source = np.arange(len(tokens))[None]
+            positions, cells = source - starts.repeat(lengths), None
+        else:
+            layout = lay_out(lengths)
+            source, positions, cells = layout.source, layout.positions, torch.from_numpy(layout.cells).to(self.device)
         return self._runner(
-            torch.from_numpy(tokens.astype("int64")).to(self.device),
-            torch.from_numpy(layout.positions).to(self.device),
-            lambda hidden, head: consume(hidden.flatten(0, 1)[cells], head),
+            torch.from_numpy(tokens[source].astype("int64")).to(self.device),
+            torch.from_numpy(positions).to(self.device),
+            lambda hidden, head: consume(hidden[0] if cells is None else hidden.flatten(0, 1)[cells], head),
         )
-
-    def _row_width(self, micro: Batch | None) -> int | None:
-        """Kernels that know several sequences in a row get a single row; see `rlframe.packing`."""
-        if micro is None or "flash" not in self.model.config._attn_implementation:
-            return None
-        return micro.num_tokens
 
     def reshard(self) -> None:
         """Leave the root sharded, as it is outside of forward and backward."""
@@ -225,6 +235,8 @@ def _empty_model(path: Path, dtype: torch.dtype, attn_implementation: str, trust
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{path} holds a quantised model, which cannot be trained here; use its full-precision version.")
+    if attn_implementation == "sdpa" and attention.supports(config.get_text_config()):
+        attn_implementation = attention.NAME
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code

@@ -282,7 +282,7 @@ class Session:
             return [], ValueError(f"The batch has a token id outside of the model's vocabulary of {vocabulary}.")
         if not batch.lengths.all():
             return [], ValueError("The batch has a trajectory without tokens.")
-        return batch.micro_batches(micro_batch_tokens), None
+        return batch.micro_batches(micro_batch_tokens if self.backbone.packs else 1), None
 
 
 class _Step:
