@@ -75,23 +75,22 @@ async def sample_turn(engine: Engine, tokens: np.ndarray, params: SamplingParams
 
     The budget is one for all parts: what was sampled before an abort counts (``max_new_tokens`` of the whole turn).
     """
-    parts: list[Completion] = []
-    while True:
-        done = sum(len(part.ids) for part in parts)
-        seed = None if params.seed is None else derive_seed(params.seed, done)
-        prompt = np.concatenate([tokens, *(part.ids for part in parts)])
-        part = await engine.generate(prompt, replace(params, max_new_tokens=params.max_new_tokens - done, seed=seed))
+    part = await engine.generate(tokens, params)
+    if part.finish != "abort":
+        return part
+    parts = [part]
+    while part.finish == "abort" and (left := params.max_new_tokens - sum(len(p.ids) for p in parts)) > 0:
+        seed = None if params.seed is None else derive_seed(params.seed, left)
+        prompt = np.concatenate([tokens, *(p.ids for p in parts)])
+        part = await engine.generate(prompt, replace(params, max_new_tokens=left, seed=seed))
         parts.append(part)
-        if part.finish != "abort":
-            return part if len(parts) == 1 else _join(parts)
-        if done + len(part.ids) >= params.max_new_tokens:
-            return replace(_join(parts), finish="length")
+    return _join(parts)
 
 
 def _join(parts: list[Completion]) -> Completion:
     names = ("ids", "logprobs", "head_ids", "head_logprobs", "versions")
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    return Completion(**arrays, finish=parts[-1].finish)
+    return Completion(**arrays, finish="length" if parts[-1].finish == "abort" else parts[-1].finish)
 
 
 async def run_episode(

@@ -12,7 +12,6 @@ import itertools
 import os
 import time
 from collections.abc import Coroutine, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -123,8 +122,16 @@ class VLLMEngine:
         k = min(params.logprobs, self._vocabulary)
         request_id = str(next(self._request_numbers))
         llm = self._running()
-        wanted = replace(params, logprobs=k, seed=params.seed if self._seeds_allowed else None)
-        stream = llm.generate(prompt, _vllm_params(wanted), request_id, lora_request=self._lora_request)
+        wanted = _vllm_params(
+            max_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            stop_token_ids=params.stop_token_ids,
+            logprobs=k,
+            seed=params.seed if self._seeds_allowed else None,
+        )
+        stream = llm.generate(prompt, wanted, request_id, lora_request=self._lora_request)
         self._in_flight += 1
         try:
             (final,) = [output async for output in stream]
@@ -230,22 +237,17 @@ def _environment(on_cpu: bool, threads: int) -> dict[str, str]:
 
 
 @lru_cache(maxsize=64)
-def _vllm_params(params: SamplingParams) -> Any:
-    """vLLM's form of ``params``; one object serves all requests that have the same (vLLM copies it for each)."""
+def _vllm_params(stop_token_ids: tuple[int, ...], **params: Any) -> Any:
+    """vLLM's sampling parameters; one object serves all requests that have the same (vLLM copies it for each)."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return VLLMSamplingParams(
-        max_tokens=params.max_new_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        seed=params.seed,
-        logprobs=params.logprobs,
+        **params,
+        stop_token_ids=list(stop_token_ids),
+        ignore_eos=True,
         flat_logprobs=True,
         detokenize=False,
-        ignore_eos=True,
-        stop_token_ids=list(params.stop_token_ids),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -125,6 +126,10 @@ class RolloutWorker:
         start = getattr(self.engine, "start", None)
         if start is not None:
             await start()
+        # What the libraries hold lives as long as this process; without this every full collection walks all of it again,
+        # which costs a batch of short episodes a third of its time.
+        gc.collect()
+        gc.freeze()
 
     async def submit(self, prompts: Sequence[Prompt], slots: Sequence[int], rollouts: int, sampling: SamplingParams) -> None:
         """Start ``rollouts`` episodes of every prompt and return; `collect` brings them back under the prompt's slot."""
