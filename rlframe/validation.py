@@ -31,12 +31,24 @@ def check_rows(batch: Batch, hidden_rows: int, *learner: str) -> None:
     n = batch.num_tokens
     if hidden_rows != n:
         raise ValueError(f"hidden has {hidden_rows} rows, but the batch has {n} tokens.")
-    for name in ("tokens", "action_mask", "logprobs", *learner):
+    for name in ("tokens", "action_mask", "logprobs", "head_ids", "head_logprobs", *learner):
         array = getattr(batch, name)
         if array is None:
             raise ValueError(f"The batch has no {name}; compute them first.")
-        if array.shape != (n,):
+        if array.shape != ((n, batch.head_ids.shape[-1]) if name.startswith("head_") else (n,)):
             raise ValueError(f"{name} has shape {array.shape}, but the batch has {n} tokens.")
+
+
+def check_vocabulary(batch: Batch, size: int) -> None:
+    """Refuse action tokens that the output layer does not have.
+
+    Raises:
+        ValueError: an action token is outside of [0, size).
+    """
+    bad = batch.action_mask & ((batch.tokens < 0) | (batch.tokens >= size))
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise ValueError(f"{_at(batch, row)}: tokens has {batch.tokens[row]}, but the vocabulary has {size} entries.")
 
 
 def check_finite(batch: Batch, *names: str) -> None:
@@ -50,6 +62,10 @@ def check_finite(batch: Batch, *names: str) -> None:
         if name != "rewards":
             bad &= batch.action_mask
         if bad.any():
-            row = int(np.argmax(bad))
-            b = int(np.searchsorted(batch.offsets, row, side="right")) - 1
-            raise ValueError(f"{batch.name(b)}: {name} is not finite at token {row - int(batch.offsets[b])}.")
+            raise ValueError(f"{_at(batch, int(np.argmax(bad)))}: {name} is not finite.")
+
+
+def _at(batch: Batch, row: int) -> str:
+    """Trajectory and token of a row, for messages."""
+    b = int(np.searchsorted(batch.offsets, row, side="right")) - 1
+    return f"{batch.name(b)}, token {row - int(batch.offsets[b])}"

@@ -74,11 +74,17 @@ def policy_loss(
         if not tensor.isfinite().all():
             where = int((~tensor.isfinite()).nonzero()[0])
             raise ValueError(f"{name} is not finite at token {where} (trajectory {int(segments[where])}).")
+    head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
+    if head.group is None and not 0 <= int(tokens.min()) <= int(tokens.max()) < len(head.weight):
+        raise ValueError(f"tokens has an id outside of the vocabulary of {len(head.weight)} entries.")
+    if head_ids is not None and (
+        head_logprobs is None or head_ids.shape != head_logprobs.shape or head_ids.shape[:1] != (count,)
+    ):
+        raise ValueError(f"head_ids {tuple(head_ids.shape)} and head_logprobs must both have shape ({count}, k).")
     rules = PolicyRules.of(algorithm)
     data = PolicyTokens(
         tokens.long(), logprobs, advantages, segments, int(segments.max()) + 1, head_ids=head_ids, head_logprobs=head_logprobs
     )
-    head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
     objective, out = run_policy_loss(hidden, head, data, rules, temperature)
     return PolicyLossOutputs(out.loss, out.logprobs, out.entropy, policy_metrics(objective, out))
 

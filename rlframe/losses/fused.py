@@ -171,8 +171,9 @@ class _Sweep:
             self.projection.d_hidden *= factors.unsqueeze(1)
 
     def _chunks(self) -> list[slice]:
+        """At least one, so that a rank without tokens takes part in collectives and returns arrays of the same width."""
         size = self.projection.rows
-        return [slice(first, min(first + size, self.count)) for first in range(0, self.count, size)]
+        return [slice(first, min(first + size, self.count)) for first in range(0, max(self.count, 1), size)]
 
     def _softmax(self, rows: slice) -> Softmax:
         ids = self.objective.tokens[rows].unsqueeze(1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from rlframe.alignment import action_rows
 from rlframe.losses.base import LossInputs, LossOutputs
 from rlframe.losses.fused import Slopes, fused_loss
-from rlframe.validation import check_rows
+from rlframe.validation import check_rows, check_vocabulary
 
 
 class _Record:
@@ -40,13 +40,15 @@ class LogProbs:
         """Log-probabilities of a micro-batch, nats, 0 off the mask.
 
         Raises:
-            ValueError: shapes differ.
+            ValueError: shapes differ, or a token is outside of the vocabulary.
         """
         if inputs.lm_head is None:
             raise ValueError("Log-probabilities need the lm_head.")
         batch, device = inputs.batch, inputs.hidden.device
         check_rows(batch, len(inputs.hidden))
         rows, producers = action_rows(batch)
+        if inputs.lm_head.group is None:
+            check_vocabulary(batch, len(inputs.lm_head.weight))
         index = torch.from_numpy(rows).to(device)
         tokens = torch.from_numpy(batch.tokens[rows]).to(device).long()
         head_ids = torch.from_numpy(batch.head_ids[rows].clip(min=0)).to(device) if self.head else None

@@ -24,7 +24,7 @@ from rlframe.losses.policy_metrics import policy_metrics
 from rlframe.losses.ppo_clip import ppo_clip
 from rlframe.losses.reinforce import WeightedScore, reinforce
 from rlframe.score_centering import center, check_heads
-from rlframe.validation import check_finite, check_rows
+from rlframe.validation import check_finite, check_rows, check_vocabulary
 
 POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig], PolicyTokenLoss]] = {
     "reinforce": reinforce,
@@ -187,6 +187,8 @@ class PolicyLoss:
         check_rows(batch, len(hidden), "advantages")
         rows, producers = action_rows(batch)
         check_finite(batch, "advantages", "logprobs")
+        if inputs.lm_head.group is None:
+            check_vocabulary(batch, len(inputs.lm_head.weight))
         if self.rules.centering is not None:
             check_heads(batch, rows)
         device = hidden.device
