@@ -208,7 +208,7 @@ def _explain(error: Exception, parsed: Sequence[Override]) -> str:
     """One sentence for what Hydra raised while merging."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
     if cause is None:
         return str(error).splitlines()[0]
     return _explain_value(cause, {override.key_or_group: override.value() for override in parsed})
@@ -222,7 +222,7 @@ def _explain_value(error: OmegaConfBaseException, given: dict[str, Any] | None) 
         return f"A value refers to something that is not a setting: {str(error).splitlines()[0]}."
     wanted = _wanted(key)
     if wanted is None:
-        return f"{key}: {str(error).splitlines()[0]}"
+        return _unknown(key, "a setting", key, _settings(), "")
     return f"{key}{value}, but it must be {wanted}." if value else f"{key} must be {wanted} ({str(error).splitlines()[0]})."
 
 

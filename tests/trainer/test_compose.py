@@ -1,6 +1,7 @@
 """Overrides become one Config; what a user mistypes is answered in one sentence."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import trainer.compose as compose_module
 from rlframe.config import Config, ConfigError
 from trainer.compose import compose, config_hash, load_yaml, options, to_yaml
 from trainer.presets import configs_dir
@@ -133,6 +135,22 @@ def test_a_setting_without_effect_is_refused_when_it_is_typed_but_not_when_a_pre
     message = refusal("algorithm=grpo", "batch_size=32", "critic.ensemble=3")
     assert message == ("critic.ensemble has no effect with algorithm.advantage=group, which has no critic; leave it out.")
     assert "algorithm.clip_low has no effect" in refusal("algorithm=bypass_pg", "algorithm.clip_low=0.3")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("scor_centering: true", "algorithm.scor_centering is not a setting; did you mean algorithm.score_centering?"),
+        ("gamma: much", "algorithm.gamma must be a number"),
+        ("gamma: [", "is not YAML"),
+        ("policy_loss: dis\nrollout_is: token", "algorithm.rollout_is=token would apply the ratio twice"),
+    ],
+)
+def test_a_fault_in_a_preset_of_the_users_own_is_one_sentence(tmp_path, monkeypatch, text, hint):
+    shutil.copytree(configs_dir(), tmp_path / "configs")
+    (tmp_path / "configs" / "algorithm" / "mine.yaml").write_text(text)
+    monkeypatch.setattr(compose_module, "configs_dir", lambda: tmp_path / "configs")
+    assert hint in refusal("algorithm=mine")
 
 
 def test_the_yaml_of_a_run_gives_the_same_config_back(tmp_path):
