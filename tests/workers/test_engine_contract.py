@@ -10,12 +10,14 @@ from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
+import torch
 from engine_support import (
     MAX_MODEL_LEN,
     VOCABULARY,
     alignment_error,
     apply,
     checksum_of,
+    dense_logprobs,
     perturbed,
     prompt_of,
     save,
@@ -24,6 +26,7 @@ from engine_support import (
     update_of,
 )
 from rollout_support import config_of, model_folder, prompts_of
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from workers.rollout.engine import EngineDeadError, SamplingParams
 from workers.rollout.torch_engine import TorchEngine
@@ -80,6 +83,25 @@ def test_without_heads_the_sampled_logprobs_are_still_there(served):
     completion = run(engine.generate(prompt, SamplingParams(max_new_tokens=5, seed=0)))
     assert completion.head_ids.shape == (5, 0)
     assert alignment_error(BASE, prompt, completion, 1.0) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "warper"),
+    [({"top_k": 5}, TopKLogitsWarper(5)), ({"top_p": 0.6}, TopPLogitsWarper(0.6))],
+    ids=["top_k", "top_p"],
+)
+def test_truncated_sampling_reports_the_distribution_it_sampled_from(served, changes, warper):
+    engine, run = served
+    run(apply(engine, update_of(BASE, 1)))
+    prompt = prompt_of(9)
+    completion = run(engine.generate(prompt, SamplingParams(max_new_tokens=10, temperature=1.3, logprobs=24, seed=0, **changes)))
+    dense = dense_logprobs(BASE, np.concatenate([prompt, completion.ids]), 1.3)[len(prompt) - 1 :]
+    kept = torch.log_softmax(warper(None, torch.tensor(dense)), -1).numpy()
+    assert np.abs(kept[np.arange(10), completion.ids] - completion.logprobs).max() < 1e-4
+    heads = np.take_along_axis(kept, completion.head_ids.astype(np.int64), 1)
+    assert (np.isneginf(heads) == np.isneginf(completion.head_logprobs)).all() and np.isneginf(heads).any()
+    finite = np.isfinite(heads)
+    assert np.abs(heads[finite] - completion.head_logprobs[finite]).max() < 1e-4
 
 
 def test_greedy_takes_the_likeliest_token_at_temperature_one(served):

@@ -16,6 +16,7 @@ from workers.rollout.torch_engine import TorchEngine
 BASE = tiny_model()
 PARAMS = SamplingParams(max_new_tokens=6, temperature=0.7, logprobs=5, seed=3)
 ENVIRONMENT = Scripted(config_of().task, None, seed=0, eval_size=0)
+STOPLESS = Scripted(config_of(stop_token_ids=()).task, None, seed=0, eval_size=0)
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +24,9 @@ def path(tmp_path_factory):
     return save(BASE, tmp_path_factory.mktemp("model"))
 
 
-def run(path, prompt, params=PARAMS, max_model_len=MAX_MODEL_LEN):
+def run(path, prompt, params=PARAMS, max_model_len=MAX_MODEL_LEN, environment=ENVIRONMENT):
     engine = TorchEngine(path, max_model_len=max_model_len)
-    return asyncio.run(run_episode(engine, ENVIRONMENT, prompt, params, max_model_len=max_model_len))
+    return asyncio.run(run_episode(engine, environment, prompt, params, max_model_len=max_model_len))
 
 
 def turns_of(trajectory):
@@ -69,7 +70,7 @@ def test_the_end_is_told_by_who_ended_it(path):
     ended = run(path, prompts_of(1, turns=1)[0], replace(PARAMS, max_new_tokens=200))
     assert ended.finish == "stop" and ended.metadata["finish_1"] == "stop"
     assert ended.tokens[-1] in STOPS
-    assert run(path, prompts_of(1, turns=1)[0], replace(PARAMS, max_new_tokens=1, seed=8)).finish == "length"
+    assert run(path, prompts_of(1, turns=1)[0], environment=STOPLESS).finish == "length"
     assert run(path, prompts_of(1, turns=99)[0]).finish == "length"
 
 

@@ -1,0 +1,130 @@
+"""How fast one rollout worker samples, what top-k heads cost, and what a weight sync costs; on the machine it runs on.
+
+    python benchmarks/rollout.py [--model tiny|smollm2] [--engine vllm|torch]
+
+The worker is a Ray actor on a real engine; every time includes the remote calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import statistics
+import time
+
+import numpy as np
+import ray
+import torch
+from transformers import AutoModelForCausalLM
+
+from rlframe.checksum import weights_checksum
+from rlframe.config import Config, ModelConfig
+from rlframe.models import resolve_model
+from rlframe.types import Batch, Prompt
+from workers.environments.base import StepResult
+from workers.rollout.engine import SamplingParams, WeightUpdate
+from workers.rollout.worker import RolloutWorker
+
+REPEATS = 10
+
+
+class Endless:
+    """No stop token, one turn, reward 0: every answer uses its whole budget."""
+
+    name, stop_token_ids, max_turns = "endless", (), 1
+
+    def __init__(self, *args, **kwargs) -> None: ...
+
+    def episode(self, prompt: Prompt) -> Endless:
+        return self
+
+    async def step(self, action: np.ndarray, finish: str) -> StepResult:
+        return StepResult(0.0, True)
+
+
+async def sample(worker, prompts: list[Prompt], params: SamplingParams) -> tuple[float, Batch, int]:
+    """Seconds from the submission to the last trajectory, all trajectories, and the number of remote calls they took."""
+    begin, batches, done = time.perf_counter(), [], 0
+    await worker.submit.remote(prompts, list(range(len(prompts))), 1, params)
+    while done < len(prompts):
+        collected = await worker.collect.remote(60.0)
+        if collected.failures:
+            raise RuntimeError(collected.failures[0][1])
+        batches.append(collected.batch)
+        done += len(collected.slots)
+    return time.perf_counter() - begin, Batch.concat(batches), len(batches)
+
+
+async def median(worker, prompts, params, repeats=REPEATS) -> float:
+    return statistics.median([(await sample(worker, prompts, params))[0] for _ in range(repeats)])
+
+
+def handling_seconds(batch: Batch) -> float:
+    """Seconds to build, ship (through Ray's object store) and take apart these trajectories, heads included."""
+    trajectories = list(batch)
+    begin = time.perf_counter()
+    list(ray.get(ray.put(Batch.from_trajectories(trajectories))))
+    return time.perf_counter() - begin
+
+
+async def main(options: argparse.Namespace) -> None:
+    config = Config()
+    config.task.name = "rollout:Endless"
+    config.rollout.engine, config.rollout.max_model_len, config.rollout.timeout_s = options.engine, 256, 300
+    path = resolve_model(ModelConfig(name=options.model, builder=options.model))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    vocabulary, size = model.config.vocab_size, sum(p.numel() for p in model.parameters())
+    print(f"{options.model}: {size / 1e6:.2f} M parameters, engine {options.engine}, {torch.__version__}")
+
+    begin = time.perf_counter()
+    worker = ray.remote(RolloutWorker).options(num_cpus=1, max_concurrency=64).remote(config, path, 0, options.log)
+    await worker.start.remote()
+    print(f"start                                  {time.perf_counter() - begin:8.1f} s")
+
+    rng = np.random.default_rng(0)
+    prompts = [Prompt(str(i), i, rng.integers(0, vocabulary, 8).astype(np.int32), "endless") for i in range(128)]
+    few, long = (128, 64) if size < 1e7 else (16, 16)
+    k = min(16, vocabulary)
+    await sample(worker, prompts[:few], SamplingParams(4, logprobs=k))
+    seconds = await median(worker, prompts[:few], SamplingParams(4, logprobs=k))
+    calls = (await sample(worker, prompts[:few], SamplingParams(4, logprobs=k)))[2]
+    print(f"{few:3d} prompts x 4 tokens, k={k}            {seconds * 1e3:8.1f} ms   ({calls} collects)")
+
+    repeats = REPEATS if size < 1e7 else 2
+    base = None
+    for k in (0, 8, 32, 128):
+        if k > vocabulary:
+            continue
+        params = SamplingParams(32, logprobs=k)
+        await sample(worker, prompts[:long], params)
+        seconds = await median(worker, prompts[:long], params, repeats)
+        base = base or seconds
+        batch = (await sample(worker, prompts[:long], params))[1]
+        handling = statistics.median(handling_seconds(batch) for _ in range(REPEATS))
+        print(
+            f"{long:3d} prompts x 32 tokens, k={k:<3d}          {long * 32 / seconds:8.0f} tok/s  "
+            f"({base / seconds:.2f} of k=0; heads packed and shipped in {handling / seconds:.1%} of the time)"
+        )
+
+    tensors = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    expected, times = weights_checksum(model.parameters()), []
+    for version in range(1, 1 + repeats):
+        update = ray.put(WeightUpdate(version, "full", tensors))
+        begin = time.perf_counter()
+        served = await worker.update_weights.remote(update)
+        times.append(time.perf_counter() - begin)
+        assert served == expected, "the engine does not serve what was sent"
+    print(f"full weight sync, checksum verified    {statistics.median(times) * 1e3:8.1f} ms")
+    await worker.close.remote()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny", choices=["tiny", "smollm2"])
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "torch"])
+    parser.add_argument("--log", default="rollout_benchmark.log", help="where the worker and its engine write")
+    arguments = parser.parse_args()
+    ray.init(address="local", logging_level=logging.ERROR, log_to_driver=False)
+    asyncio.run(main(arguments))
+    ray.shutdown()
