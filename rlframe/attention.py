@@ -119,18 +119,9 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
-def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """The kinds of sequence mixing in a model, in transformers' words."""
-    return set(getattr(config, "layer_types", None) or ["full_attention"])
-
-
-def supports(config: PreTrainedConfig) -> bool:
-    """Whether it can stand in for ``sdpa`` in this architecture."""
-    return layer_kinds(config) <= {"full_attention", "sliding_attention"} and not getattr(
-        config, "attn_logit_softcapping", None
-    )
-
-
-def can_pack(config: PreTrainedConfig) -> bool:
-    """Whether trajectories can share a row at all: recurrent and convolutional layers carry state across the border."""
-    return layer_kinds(config) <= {"full_attention", "sliding_attention", "chunked_attention"}
+def replacement(config: PreTrainedConfig) -> str:
+    """The attention implementation to use where ``sdpa`` is asked for; sdpa itself cannot cap its logits."""
+    if getattr(config, "attn_logit_softcapping", None):
+        return "eager"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return NAME if kinds <= {"full_attention", "sliding_attention"} else "sdpa"

@@ -6,8 +6,8 @@ losses need it. Not here: gradients, optimisers and files of sessions (`rlframe.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlframe import attention
 from rlframe.checksum import bit_sum
@@ -26,11 +25,14 @@ from rlframe.config import ConfigError
 from rlframe.hf_checkpoint import conversions, load_weights, to_checkpoint_names
 from rlframe.lora import Adapters, bare
 from rlframe.losses.base import LMHead
+from rlframe.model_setup import blocks, empty_model, materialise, recompute_activations, shard
 from rlframe.optim import local
 from rlframe.packing import lay_out
 from rlframe.ranks import Ranks
 from rlframe.sessions import Session, SessionSpec
 from rlframe.types import Batch
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -43,7 +45,8 @@ class _Runner(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, consume: Callable[[Tensor, LMHead], Any]) -> Any:
-        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        body = self.model.base_model if self.model.base_model is not self.model else self.model.model
+        output = body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         return consume(output.last_hidden_state, _lm_head(self.model))
 
 
@@ -69,8 +72,8 @@ class Backbone:
         self.sessions: dict[str, Session] = {}
         self.adapters = Adapters(model)
         self.trainable = False
-        self.packs = attention.can_pack(model.config.get_text_config())
-        """Whether one pass can take several trajectories; otherwise each goes alone."""
+        self.packs = True
+        """Whether one pass can take several trajectories; otherwise each goes alone. Found out by a probe at loading."""
         kernel = model.config._attn_implementation
         # Kernels that know several sequences in a row get a single one.
         self._one_row = kernel == attention.NAME or "flash" in kernel
@@ -114,17 +117,17 @@ class Backbone:
         if trainable and mesh is None and dtype != "float32":
             raise ConfigError("Training all weights in bfloat16 needs a device mesh (of one rank, if need be), or float32.")
         ranks = Ranks.of(mesh)
-        model = _empty_model(Path(path), DTYPES["float32" if trainable else dtype], attn_implementation, trust_remote_code)
+        model = empty_model(Path(path), DTYPES["float32" if trainable else dtype], attn_implementation, trust_remote_code)
         if activation_checkpointing:
-            for block in _blocks(model):
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            recompute_activations(model)
         runner = _Runner(model)
         if mesh is not None:
-            _shard(runner, mesh, DTYPES[dtype])
-        _materialise(runner, device)
+            shard(runner, model, mesh, DTYPES[dtype])
+        materialise(model, device)
         load_weights(model, Path(path), ranks)
         backbone = cls(model, runner, path=Path(path), ranks=ranks, device=device)
         backbone.trainable = trainable
+        backbone._probe()
         return backbone
 
     def create_session(self, name: str, spec: SessionSpec) -> Session:
@@ -174,8 +177,11 @@ class Backbone:
         Returns:
             What ``consume`` returned. Tensors that are differentiated must be reachable in it (tuples, lists, dicts).
         """
-        lengths = micro.lengths if micro is not None else np.ones(1, np.int64)
-        tokens = micro.tokens if micro is not None else np.zeros(1, np.int64)
+        if micro is None:
+            return self._forward(np.zeros(1, np.int64), np.ones(1, np.int64), consume)
+        return self._forward(micro.tokens, micro.lengths, consume)
+
+    def _forward(self, tokens: np.ndarray, lengths: np.ndarray, consume: Callable[[Tensor, LMHead], Any]) -> Any:
         if self._one_row:
             self._segments.describe(lengths, self.device)
             starts = np.cumsum(lengths) - lengths
@@ -189,6 +195,31 @@ class Backbone:
             torch.from_numpy(positions).to(self.device),
             lambda hidden, head: consume(hidden[0] if cells is None else hidden.flatten(0, 1)[cells], head),
         )
+
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """Run a few tokens: are the losses' logits the model's own, and do packed trajectories stay apart?"""
+        tokens, first = np.arange(9), 5
+
+        def compare(hidden: Tensor, head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
+            ids = torch.from_numpy(tokens[first:])[None].to(self.device)
+            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            mine = (hidden @ head.weight.T + (0 if head.bias is None else head.bias)).float() * head.scale
+            return hidden, mine if head.softcap is None else head.softcap * torch.tanh(mine / head.softcap), logits
+
+        alone, mine, logits = self._forward(tokens[first:], np.array([len(tokens) - first]), compare)
+        packed = self._forward(tokens, np.array([first, len(tokens) - first]), lambda hidden, head: hidden[first:])
+        self.reshard()
+        if (mine - logits).norm() > 0.05 * logits.norm():
+            raise ConfigError(
+                f"{type(self.model).__name__} changes its logits after the LM head in a way that losses do not know."
+            )
+        (leaks,) = self.ranks.maximum([int((packed - alone).norm() > 0.05 * alone.norm())])
+        if leaks:
+            logger.warning(
+                "%s does not keep packed trajectories apart; each will take a pass of its own.", type(self.model).__name__
+            )
+        self.packs = not leaks
 
     def reshard(self) -> None:
         """Leave the root sharded, as it is outside of forward and backward."""
@@ -206,10 +237,10 @@ class Backbone:
 
     def groups(self) -> list[dict[str, nn.Parameter]]:
         """Base parameters in groups that translate to checkpoint names together: one per block, one for the rest."""
-        blocks = {id(p): i for i, block in enumerate(_blocks(self.model)) for p in block.parameters()}
+        owner = {id(p): i for i, block in enumerate(blocks(self.model)) for p in block.parameters()}
         grouped: dict[int, dict[str, nn.Parameter]] = {}
         for name, parameter in self.parameters():
-            grouped.setdefault(blocks.get(id(parameter), -1), {})[name] = parameter
+            grouped.setdefault(owner.get(id(parameter), -1), {})[name] = parameter
         return list(grouped.values())
 
     def checkpoint_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -227,63 +258,3 @@ class Backbone:
         """The same, computed from the parameter as it is now."""
         value = bit_sum(local(parameter.detach()).to(dtype)) if local(parameter).numel() else 0
         return self.ranks.total(value) if isinstance(parameter, DTensor) else value
-
-
-def _empty_model(path: Path, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool) -> PreTrainedModel:
-    if not (path / "config.json").exists():
-        raise ConfigError(f"model.path={path} is not a Hugging Face folder: it has no config.json.")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"{path} holds a quantised model, which cannot be trained here; use its full-precision version.")
-    if attn_implementation == "sdpa" and attention.supports(config.get_text_config()):
-        attn_implementation = attention.NAME
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
-    model.name_or_path = str(path)
-    model.requires_grad_(False)
-    return model.eval()
-
-
-def _blocks(model: PreTrainedModel) -> list[nn.Module]:
-    names = set(model._no_split_modules or [])
-    blocks = [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
-    if not blocks:
-        raise ConfigError(f"{type(model).__name__} does not say which of its modules are blocks, so it cannot be sharded.")
-    return blocks
-
-
-def _shard(runner: _Runner, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*_blocks(runner.model), runner):
-        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # Sums travel, nothing is averaged; not every backend can scale inside a reduction.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-
-
-def _materialise(runner: _Runner, device: torch.device) -> None:
-    """Allocate this rank's shards; buffers that no checkpoint holds (rotary frequencies) are computed again."""
-    made: dict[int, nn.Parameter] = {}
-    for module in runner.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in made:
-                made[id(parameter)] = _allocate(parameter, device)
-            module.register_parameter(name, made[id(parameter)])
-        buffers = dict(module.named_buffers(recurse=False))
-        for name, buffer in buffers.items():
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-        if buffers:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                runner.model._init_weights(module)
-
-
-def _allocate(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
-        return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
-    shard = torch.empty_like(parameter.to_local(), device=device)
-    whole = DTensor.from_local(
-        shard, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return nn.Parameter(whole, requires_grad=False)

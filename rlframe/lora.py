@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from rlframe.config import ConfigError, LoraConfig
 from rlframe.seeding import normal_, uniform_
@@ -37,7 +39,7 @@ class Adapters:
         self._parameters = [name for name, _ in model.named_parameters()]
         self._heads = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
         self._embeddings = {name for name, module in model.named_modules() if module is model.get_input_embeddings()}
-        self._linears = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n not in self._heads]
+        self._linears = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n not in self._heads]
 
     def create(self, config: LoraConfig, *, seed: int, value_head: bool) -> Adapter:
         """Inject a new adapter with fresh factors (the adapter changes nothing until it is trained).
@@ -45,29 +47,37 @@ class Adapters:
         Raises:
             ConfigError: the rank is not positive, a target matches nothing, or the head is targeted where it must not be.
         """
-        peft_config = self._peft_config(config, value_head)
+        peft_config, unmatched = self._peft_config(config, value_head)
         key = f"session_{self._created}"
-        before = {name: p.requires_grad for name, p in self._model.named_parameters()}
+        trainable = {id(p) for p in self._model.parameters() if p.requires_grad}
         try:
-            with torch.random.fork_rng(devices=[]), _whole_shapes(self._model):
-                if self._tuner is None:
-                    self._tuner = LoraModel(self._model, peft_config, key)
-                else:
-                    self._tuner.peft_config[key] = peft_config
-                    self._tuner.inject_adapter(self._model, key)
+            self._inject(key, peft_config)
         except ValueError as error:
             self._drop(key)
-            raise ConfigError(
-                f"PEFT refuses lora.targets={config.targets!r} for this model: {_first_sentence(error)}"
-            ) from error
+            reason = str(error).split("\n")[0].split(". ")[0].rstrip(".")
+            raise ConfigError(f"PEFT refuses lora.targets={config.targets!r} for this model: {reason}.") from error
+        # Names that PEFT understands as stacked experts are gone from its config by now.
+        unmatched &= set(peft_config.target_modules or ())
+        if unmatched:
+            self._drop(key)
+            raise ConfigError(f"lora.targets has {min(unmatched)!r}, which no module of this model is called.")
         self._created += 1
         adapter = Adapter(self._model, key, peft_config)
         for layer in adapter.layers.values():
             layer._active_adapter = []
-        for name, parameter in self._model.named_parameters():
-            parameter.requires_grad_(before.get(name.replace(".base_layer", ""), before.get(name, False)))
+        for parameter in self._model.parameters():
+            parameter.requires_grad_(id(parameter) in trainable)
         adapter.reset(seed)
         return adapter
+
+    def _inject(self, key: str, peft_config: PeftConfig) -> None:
+        with torch.random.fork_rng(devices=[]), _whole_shapes(self._model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what PEFT warns about is checked, or refused, here
+            if self._tuner is None:
+                self._tuner = LoraModel(self._model, peft_config, key)
+            else:
+                self._tuner.peft_config[key] = peft_config
+                self._tuner.inject_adapter(self._model, key)
 
     def delete(self, adapter: Adapter) -> None:
         """Remove an adapter's factors from the model."""
@@ -77,7 +87,8 @@ class Adapters:
         if self._tuner is not None and key in self._tuner.peft_config:
             self._tuner.delete_adapter(key)
 
-    def _peft_config(self, config: LoraConfig, value_head: bool) -> PeftConfig:
+    def _peft_config(self, config: LoraConfig, value_head: bool) -> tuple[PeftConfig, set[str]]:
+        """PEFT's config, and the listed targets that no module is called by."""
         if config.rank <= 0:
             raise ConfigError(f"lora.rank is {config.rank}; it must be at least 1.")
         targets, parameters = config.targets, list(config.target_parameters)
@@ -85,8 +96,13 @@ class Adapters:
             targets = sorted({name.rpartition(".")[2] for name in self._linears})
         elif not isinstance(targets, str):
             targets = list(targets)
-        self._check_targets(targets, parameters, value_head)
-        return PeftConfig(
+        if not targets and not parameters:
+            raise ConfigError("lora.targets and lora.target_parameters are empty, so the adapter would change nothing.")
+        for target in parameters:
+            if not any(_is_called(name, target) for name in self._parameters):
+                raise ConfigError(f"lora.target_parameters has {target!r}, but no parameter of this model is called that.")
+        unmatched = self._check_modules(targets, value_head)
+        peft_config = PeftConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT only divides it by the rank
             target_modules=targets,
@@ -94,30 +110,23 @@ class Adapters:
             task_type="CAUSAL_LM",
             base_model_name_or_path=self._model.name_or_path,
         )
+        return peft_config, unmatched
 
-    def _check_targets(self, targets: str | list[str], parameters: list[str], value_head: bool) -> None:
-        chosen: set[str] = set()
-        for target in [targets] if isinstance(targets, str) else targets:
-            found = {
-                n for n in self._modules if (re.fullmatch(target, n) if isinstance(targets, str) else _is_called(n, target))
-            }
-            if not found:
-                raise ConfigError(
-                    f"lora.targets has {target!r}, which no module of this model matches; weights that are not modules, like "
-                    "stacked experts, go into lora.target_parameters."
-                )
-            chosen |= found
-        for target in parameters:
-            if not any(_is_called(name, target) for name in self._parameters):
-                raise ConfigError(f"lora.target_parameters has {target!r}, but no parameter of this model is called that.")
-        if not chosen and not parameters:
-            raise ConfigError("lora.targets and lora.target_parameters are empty, so the adapter would change nothing.")
+    def _check_modules(self, targets: str | list[str], value_head: bool) -> set[str]:
+        if isinstance(targets, str):
+            chosen, unmatched = {name for name in self._modules if re.fullmatch(targets, name)}, set()
+            if not chosen:
+                raise ConfigError(f"lora.targets is {targets!r}, which no module of this model matches.")
+        else:
+            chosen = {name for name in self._modules if any(_is_called(name, target) for target in targets)}
+            unmatched = {target for target in targets if not any(_is_called(name, target) for name in chosen)}
         if chosen & self._heads and value_head:
             raise ConfigError(
                 "lora.targets includes the LM head, which a session with a value head does not use; leave it out."
             )
         if chosen & (self._heads | self._embeddings) and self._model.config.get_text_config().tie_word_embeddings:
             raise ConfigError("lora.targets includes the LM head or the embedding, but this model ties the two; leave it out.")
+        return unmatched
 
 
 class Adapter:
@@ -215,7 +224,3 @@ def _is_called(name: str, target: str) -> bool:
 def bare(name: str) -> str:
     """A name without the levels that PEFT inserts around adapted modules."""
     return name.replace(".base_layer", "")
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).split("\n")[0].split(". ")[0].rstrip(".") + "."

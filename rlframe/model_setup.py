@@ -1,0 +1,107 @@
+"""Setting up a base model: built on no device, sharded by FSDP2, then given memory for this rank's shards only.
+
+Weights are read afterwards, by `rlframe.hf_checkpoint`; how the model runs is `rlframe.backbone`'s business.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from rlframe import attention
+from rlframe.config import ConfigError
+
+
+def empty_model(path: Path, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a folder without memory (meta device), frozen and in evaluation mode.
+
+    Raises:
+        ConfigError: no config, a quantised model, or an attention implementation that the architecture lacks.
+    """
+    if not (path / "config.json").exists():
+        raise ConfigError(f"model.path={path} is not a Hugging Face folder: it has no config.json.")
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"{path} holds a quantised model, which cannot be trained here; use its full-precision version.")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, ImportError) as error:
+        reason = str(error).split(". ")[0]
+        raise ConfigError(f"model.attn_implementation={attn_implementation} cannot be used (try eager): {reason}.") from error
+    if attn_implementation == "sdpa":
+        model.set_attn_implementation(attention.replacement(config.get_text_config()))
+    model.name_or_path = str(path)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder blocks, in order.
+
+    Raises:
+        ConfigError: the architecture does not name them.
+    """
+    names = set(model._no_split_modules or [])
+    found = [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+    if not found:
+        raise ConfigError(f"{type(model).__name__} does not say which of its modules are blocks, so it cannot be sharded.")
+    return found
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Let every block run again in the backward pass instead of keeping its activations.
+
+    The block's own ``forward`` is wrapped, so that FSDP's hooks stay outside: they gather the block once for both.
+    """
+    for block in blocks(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Apply FSDP2 to every block and to ``root``, which holds the model; ``dtype`` to compute in, gradients add in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*blocks(model), root):
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+        # Sums travel, nothing is averaged; not every backend can scale inside a reduction.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def materialise(model: PreTrainedModel, device: torch.device) -> None:
+    """Allocate this rank's shards; buffers that no checkpoint holds (rotary frequencies) are computed again.
+
+    Tied parameters stay one parameter (``to_empty`` would part them).
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in made:
+                made[id(parameter)] = _allocate(parameter, device)
+            module.register_parameter(name, made[id(parameter)])
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, buffer in buffers.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        if buffers:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                model._init_weights(module)
+
+
+def _allocate(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+    part = torch.empty_like(parameter.to_local(), device=device)
+    whole = DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(whole, requires_grad=False)
