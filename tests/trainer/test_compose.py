@@ -46,7 +46,7 @@ def test_settings_are_overridden_in_the_grammar_of_hydra():
             "critic.optim.max_grad_norm=null",
             "actor.frozen_patterns=[attn,embed]",
             "task.chat_template=true",
-            "rollout.engine_args.max_num_seqs=7",
+            "rollout.engine_args.max_num_batched_tokens=7",
             "model.build={a: 1}",
             "run_dir=/elsewhere/${name}",
         ]
@@ -56,7 +56,7 @@ def test_settings_are_overridden_in_the_grammar_of_hydra():
     assert config.critic.optim.max_grad_norm is None
     assert config.actor.frozen_patterns == ["attn", "embed"]
     assert config.task.chat_template is True
-    assert config.rollout.engine_args == {"max_num_seqs": 7}
+    assert config.rollout.engine_args == {"max_num_batched_tokens": 7}
     assert config.model.build["a"] == 1
     assert config.run_dir == "/elsewhere/run"
 
