@@ -158,11 +158,14 @@ class VLLMEngine:
 
     async def _load_parameters(self, update: WeightUpdate) -> str:
         written: set[str] = set()
-        for blob, specs in chunks(update.tensors, CHUNK_BYTES):
-            written.update((await self._rpc("rlframe_load", blob, specs, update.dtype))[0])
+        messages = list(cut(update.tensors, CHUNK_BYTES))
+        for names in messages:
+            last = names is messages[-1]
+            ranks = await self._rpc("rlframe_load", *packed(update.tensors, names), update.dtype, last)
+            written.update(ranks[0][0])
         if update.mode == "full" and (missing := sorted(self._parameters - written)):
             raise ValueError(f"The full weight update left parameters of the engine as they were: {missing[:3]}.")
-        return combine_sums(await self._rpc("rlframe_sums"))
+        return combine_sums([sums for _, sums in ranks])
 
     async def _load_adapter(self, update: WeightUpdate) -> str:
         from vllm.lora.request import LoRARequest
@@ -171,7 +174,7 @@ class VLLMEngine:
             raise RuntimeError("Requests that started without an adapter are in flight; load the first adapter before any.")
         if update.adapter is None:
             raise ValueError("An adapter update needs the PEFT configuration in `adapter`.")
-        ((blob, specs),) = chunks(update.tensors, sum(a.nbytes for a in update.tensors.values()))
+        blob, specs = packed(update.tensors, list(update.tensors))
         checksum = (await self._rpc("rlframe_load_adapter", blob, specs, update.dtype, update.adapter))[0]
         # The name is part of the prefix cache's keys: a block of an older adapter can never be taken for a new one's.
         self._lora_request = LoRARequest(f"policy-{update.version}", 1, "in-memory")
@@ -179,7 +182,8 @@ class VLLMEngine:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling and forget the key-value cache; requests that are kept compute theirs again after `resume`."""
-        await self._call(self._running().pause_generation(mode=mode, clear_cache=True), "pause")
+        # `AsyncLLM.pause_generation` is this call and a sleep of 20 ms for the looks of the order of events.
+        await self._call(self._running().engine_core.pause_scheduler_async(mode=mode, clear_cache=True), "pause")
         self._paused = True
 
     async def resume(self) -> None:
@@ -275,21 +279,21 @@ def completion_of(output: Any, k: int) -> Completion:
     )
 
 
-def chunks(tensors: dict[str, np.ndarray], size: int) -> Iterator[tuple[bytes, list[tuple[str, list[int]]]]]:
-    """Whole tensors in messages of about ``size`` bytes: their bytes one after another, and (name, shape) of each."""
+def cut(tensors: dict[str, np.ndarray], size: int) -> Iterator[list[str]]:
+    """Names of whole tensors that together have about ``size`` bytes, in order; at least one group, empty for no tensors."""
     names: list[str] = []
     filled = 0
     for name, array in tensors.items():
         if names and filled + array.nbytes > size:
-            yield _message(tensors, names)
+            yield names
             names, filled = [], 0
         names.append(name)
         filled += array.nbytes
-    if names:
-        yield _message(tensors, names)
+    yield names
 
 
-def _message(tensors: dict[str, np.ndarray], names: list[str]) -> tuple[bytes, list[tuple[str, list[int]]]]:
+def packed(tensors: dict[str, np.ndarray], names: list[str]) -> tuple[bytes, list[tuple[str, list[int]]]]:
+    """The bytes of the named tensors one after another, and (name, shape) of each."""
     return b"".join(tensors[name].tobytes() for name in names), [(name, list(tensors[name].shape)) for name in names]
 
 

@@ -80,8 +80,12 @@ class WeightExtension:
 
     model_runner: Any
 
-    def rlframe_load(self, blob: bytes, specs: list[TensorSpec], dtype: str) -> list[str]:
-        """Copy tensors with Hugging Face names into the model; returns the engine's names of the parameters written.
+    def rlframe_load(self, blob: bytes, specs: list[TensorSpec], dtype: str, last: bool) -> tuple[list[str], dict[str, str]]:
+        """Copy tensors with Hugging Face names into the model.
+
+        Returns:
+            The engine's names of the parameters written and, with ``last``, the sum of bit patterns (hex) of every parameter
+            of the model as it then lies in memory.
 
         Raises:
             ValueError: the engine computes in another dtype (copying would round, and no checksum would agree).
@@ -89,15 +93,12 @@ class WeightExtension:
         if self.model_runner.model_config.dtype != DTYPES[dtype]:
             raise ValueError(f"The engine serves {self.model_runner.model_config.dtype}, the weight update is {dtype}.")
         model = self.model_runner.get_model()
-        return sorted(model.load_weights(tensors_in(blob, specs, dtype)))
+        written = sorted(model.load_weights(tensors_in(blob, specs, dtype)))
+        return written, {name: f"{bit_sum(p):x}" for name, p in model.named_parameters()} if last else {}
 
     def rlframe_parameters(self) -> list[str]:
         """The engine's names of all parameters, tied ones once."""
         return sorted(name for name, _ in self.model_runner.get_model().named_parameters())
-
-    def rlframe_sums(self) -> dict[str, str]:
-        """Sum of bit patterns of every parameter as it lies in memory now, in hex, by the engine's names."""
-        return {name: f"{bit_sum(p):x}" for name, p in self.model_runner.get_model().named_parameters()}
 
     def rlframe_load_adapter(self, blob: bytes, specs: list[TensorSpec], dtype: str, config: dict[str, Any]) -> str:
         """Replace the served adapter, and return the checksum of its tensors.
