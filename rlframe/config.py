@@ -311,3 +311,12 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+
+def critic_names(config: Config) -> tuple[str, ...]:
+    """Names of the critic sessions; none where the advantage needs no critic."""
+    if config.algorithm.advantage != "gae":
+        return ()
+    if config.critic.per_env:
+        return (config.task.name,)
+    return tuple(f"critic_{i}" for i in range(config.critic.ensemble))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import Config, ConfigError, critic_names
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,6 @@ def plan(config: Config) -> Placement:
     )
     placement.check_machine()
     return placement
-
-
-def critic_names(config: Config) -> tuple[str, ...]:
-    """Names of the critic sessions; none where the advantage needs no critic."""
-    if config.algorithm.advantage != "gae":
-        return ()
-    if config.critic.per_env:
-        return (config.task.name,)
-    return tuple(f"critic_{i}" for i in range(config.critic.ensemble))
 
 
 def _backbones(config: Config) -> tuple[Backbone, ...]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlframe.backbone import Backbone
-from rlframe.config import Config, LoraConfig
+from rlframe.config import Config, LoraConfig, critic_names
 from rlframe.metrics import Metrics
 from rlframe.sessions import Session, SessionSpec
 from rlframe.types import Batch
@@ -62,12 +62,10 @@ class LearnerRank:
         )
         self.actor = Actor(policy_backbone.create_session("actor", spec), self.config)
         self.critic: Critic | None = None
-        if self.config.algorithm.advantage == "gae":
+        if names := critic_names(self.config):
             shared = actor.mode == "lora" and critic.mode == "lora"
             backbone = policy_backbone if shared else self._backbone(trainable=critic.mode == "full")
-            self.critic = Critic(
-                {name: self._critic_session(backbone, name, i) for i, name in enumerate(self._critics())}, self.config
-            )
+            self.critic = Critic({name: self._critic_session(backbone, name, i) for i, name in enumerate(names)}, self.config)
 
     def _backbone(self, trainable: bool) -> Backbone:
         model = self.config.model
@@ -81,11 +79,6 @@ class LearnerRank:
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
         )
-
-    def _critics(self) -> list[str]:
-        if self.config.critic.per_env:
-            return [self.config.task.name]
-        return [f"critic_{i}" for i in range(self.config.critic.ensemble)]
 
     def _critic_session(self, backbone: Backbone, name: str, i: int) -> Session:
         critic = self.config.critic
