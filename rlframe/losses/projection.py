@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlframe.losses.base import LMHead
 
-CHUNK_BYTES = {"cpu": 16 * 2**20}
+CHUNK_BYTES = {"cpu": 32 * 2**20}
 """Logits of one chunk, by device type: on a CPU they should stay near the caches."""
 CHUNK_BYTES_ELSEWHERE = 256 * 2**20
 """On other devices a chunk must be large enough to fill the device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from rlframe import (
     RunningMean,
     Trajectory,
     adaptive_lambda,
+    advantages,
     compute_advantages,
     group_advantages,
     skip_observation_gae,
@@ -108,10 +110,12 @@ DECAYS = st.sampled_from([0.0, 1e-9, 0.1, 0.5, 0.8, 0.95, 0.99, 1.0])
 
 
 @settings(max_examples=200, deadline=None)
-@given(batches(), DECAYS, st.lists(DECAYS, min_size=5, max_size=5))
-def test_equals_the_plain_loop(batch: Batch, gamma: float, lams: list[float]) -> None:
+@given(batches(), DECAYS, st.lists(DECAYS, min_size=5, max_size=5), st.sampled_from([1, 7, 40, 2**17]))
+def test_equals_the_plain_loop(batch: Batch, gamma: float, lams: list[float], group: int) -> None:
+    """Also where the batch is processed in several groups of trajectories."""
     lam = np.array(lams[: len(batch)])
-    got = skip_observation_gae(batch, gamma, lam)
+    with mock.patch.object(advantages, "_GROUP_TOKENS", group):
+        got = skip_observation_gae(batch, gamma, lam)
     for b in range(len(batch)):
         rows = slice(batch.offsets[b], batch.offsets[b + 1])
         np.testing.assert_allclose(got[rows], plain_loop(batch, b, gamma, lam[b]), rtol=1e-5, atol=1e-5)
@@ -254,5 +258,5 @@ def test_what_is_missing_is_said() -> None:
     with pytest.raises(ConfigError, match="not known"):
         compute_advantages(batch, AlgorithmConfig(advantage="ppo"))
     batch.values = np.array([0, np.nan], np.float32)
-    with pytest.raises(ValueError, match=r"prompt 'p0'.*values is not finite at token 1"):
+    with pytest.raises(ValueError, match=r"prompt 'p0'.*token 1: values is not finite"):
         compute_advantages(batch, AlgorithmConfig())
