@@ -1,0 +1,120 @@
+"""The roles of a learner rank: who shares a backbone, how several critics combine, what an update moves."""
+
+import numpy as np
+import pytest
+import torch
+
+from rlframe.models import resolve_model
+from rlframe.types import Batch, Trajectory
+from trainer.compose import compose
+from workers import learner as learner_module
+from workers.learner import LearnerRank
+
+pytestmark = pytest.mark.slow
+
+
+def trajectory(index, env, length, finish="stop"):
+    rng = np.random.default_rng(index)
+    mask = np.arange(length) >= 3
+    return Trajectory(
+        tokens=rng.integers(5, 30, length),
+        action_mask=mask,
+        logprobs=np.where(mask, -2.0, 0.0),
+        head_ids=np.zeros((length, 0)),
+        head_logprobs=np.zeros((length, 0)),
+        versions=np.where(mask, 0, -1),
+        rewards=np.where(np.arange(length) == length - 1, 1.0, 0.0),
+        finish=finish,
+        index=index,
+        env=env,
+    )
+
+
+BATCH = Batch.from_trajectories([trajectory(0, "arithmetic", 7), trajectory(1, "other", 9), trajectory(2, "arithmetic", 6)])
+BATCH.returns = np.ones(BATCH.num_tokens, np.float32)
+BATCH.advantages = np.where(BATCH.action_mask, 1.0, 0.0).astype(np.float32)
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """Build a rank from overrides; its process group goes when the test does."""
+    monkeypatch.setattr(learner_module, "_node_ip", lambda: "127.0.0.1")
+    built = []
+
+    def build(*overrides):
+        config = compose(["algorithm=bypass_pg_token_tis", *overrides])
+        learner = LearnerRank(config, resolve_model(config.model), 0, None)
+        learner.start(learner.address())
+        built.append(learner)
+        return learner
+
+    yield build
+    for learner in built:
+        learner.close()
+
+
+def own_values(learner, name):
+    """Values of one critic alone."""
+    critic, sessions = learner.critic, learner.critic.sessions
+    critic.sessions = {name: sessions[name]}
+    values, _ = learner.values(BATCH)
+    critic.sessions = sessions
+    return values
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "shared"),
+    [("lora", "lora", True), ("full", "lora", False), ("full", "full", False), ("lora", "full", False)],
+)
+def test_critics_share_the_backbone_of_a_lora_actor_only(rank, actor, critic, shared):
+    learner = rank(f"actor={actor}", f"critic={critic}")
+    backbones = {id(session.backbone) for session in learner._sessions().values()}
+    assert (len(backbones) == 1) == shared
+
+
+def test_a_fresh_critic_predicts_exactly_zero(rank):
+    values, bootstrap = rank().values(BATCH)
+    assert values.shape == (BATCH.num_tokens,) and bootstrap.shape == (len(BATCH),)
+    assert not values.any() and not bootstrap.any()
+
+
+def test_an_ensemble_gives_the_mean_of_its_members(rank):
+    learner = rank("critic.ensemble=3", "critic.optim.warmup_steps=0", "critic.optim.lr=1e-2")
+    BATCH.values, BATCH.bootstrap = learner.values(BATCH)
+    for _ in range(3):
+        learner.update_critic(BATCH)
+    members = [own_values(learner, name) for name in learner.critic.sessions]
+    assert np.abs(members[0] - members[1]).max() > 1e-6, "members start from different factors"
+    np.testing.assert_allclose(learner.values(BATCH)[0], np.mean(members, axis=0), atol=1e-6)
+
+
+def test_each_environment_has_its_own_critic(rank):
+    learner = rank("critic.per_env=true", "critic.optim.warmup_steps=0", "critic.optim.lr=1e-2")
+    BATCH.values, BATCH.bootstrap = learner.values(BATCH)
+    learner.update_critic(BATCH)
+    values, _ = learner.values(BATCH)
+    of_other = np.zeros(BATCH.num_tokens, bool)
+    of_other[BATCH.offsets[1] : BATCH.offsets[2]] = True
+    assert np.abs(values[BATCH.action_mask & ~of_other]).min() > 0
+    assert not values[of_other].any(), "no critic is there for the other environment"
+
+
+def test_an_actor_update_leaves_the_critic_and_the_base_alone(rank):
+    learner = rank("actor=lora", "actor.optim.lr=1e-2")
+    critic = {n: p.detach().clone() for n, p in learner.critic.sessions["critic_0"].named_parameters()}
+    base = {n: p.detach().clone() for n, p in learner.actor.session.backbone.parameters()}
+    before = {n: p.detach().clone() for n, p in learner.actor.session.named_parameters()}
+    learner.update_actor(BATCH)
+    assert any(not torch.equal(p, before[n]) for n, p in learner.actor.session.named_parameters())
+    assert all(torch.equal(p, critic[n]) for n, p in learner.critic.sessions["critic_0"].named_parameters())
+    assert all(torch.equal(p, base[n]) for n, p in learner.actor.session.backbone.parameters())
+
+
+def test_the_checksum_is_that_of_the_merged_model(rank):
+    learner = rank("actor=lora", "actor.optim.lr=1e-2")
+    _, before = learner.weight_update(0, "merged", "float32")
+    learner.update_actor(BATCH)
+    update, after = learner.weight_update(1, "merged", "float32")
+    assert after != before and update.version == 1
+    full, _ = learner.weight_update(1, "merged", "bfloat16")
+    assert all(array.dtype == np.uint16 for array in full.tensors.values())
