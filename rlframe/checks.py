@@ -72,6 +72,11 @@ def unused(config: Config) -> dict[str, str]:
         (a.policy_loss != "ppo_clip", f"with algorithm.policy_loss={a.policy_loss}", ("algorithm.clip_dual",)),
         (a.rollout_is is None, "with algorithm.rollout_is=null", ("algorithm.rollout_is_threshold",)),
         (a.lambda_policy != "adaptive", "with a fixed algorithm.lambda_policy", ("algorithm.lambda_alpha",)),
+        (
+            config.task.name in GENERATED_TASKS,
+            f"with task.name={config.task.name}, which rewards answers itself",
+            [f"task.{key}" for key in ("reward_workers", "reward_timeout_s", "reward_memory_mb", "on_reward_failure")],
+        ),
         (config.actor.mode == "full", "with actor.mode=full", ("actor.lora",)),
         (config.critic.mode == "full", "with critic.mode=full", ("critic.lora",)),
     ]
@@ -114,6 +119,7 @@ def _names(config: Config) -> None:
     _one_of("actor.mode", config.actor.mode, ("lora", "full"))
     _one_of("critic.mode", config.critic.mode, ("lora", "full"))
     _one_of("cluster.device", config.cluster.device, ("auto", "cpu", "cuda"))
+    _one_of("task.on_reward_failure", config.task.on_reward_failure, ("raise", "drop", "zero"))
     _one_of("log.wandb", config.log.wandb, ("auto", "online", "offline", "disabled"))
     for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
         _one_of(key, dtype, DTYPES)
@@ -133,7 +139,8 @@ def _ranges(config: Config) -> None:
         1,
         "steps batch_size algorithm.rollouts_per_prompt rollout.workers rollout.max_new_tokens rollout.max_model_len "
         "rollout.max_concurrency rollout.tensor_parallel_size actor.ranks actor.lora.rank actor.micro_batch_tokens "
-        "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble eval.size checkpoint.keep_last",
+        "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble eval.size checkpoint.keep_last "
+        "task.reward_workers",
     )
     _at_least(
         config,
@@ -142,7 +149,13 @@ def _ranges(config: Config) -> None:
         "rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus critic.warmup_steps "
         "critic.vf_coef eval.every eval.temperature checkpoint.every log.rollouts_every log.rollouts_count",
     )
+    memory = config.task.reward_memory_mb
+    _refuse(
+        memory is not None and memory < 32,
+        f"task.reward_memory_mb={memory} is too little for a Python process; it must be at least 32, or null.",
+    )
     for key, seconds in (
+        ("task.reward_timeout_s", config.task.reward_timeout_s),
         ("rollout.timeout_s", config.rollout.timeout_s),
         ("cluster.startup_timeout_s", config.cluster.startup_timeout_s),
         ("cluster.watchdog_s", config.cluster.watchdog_s),
@@ -165,10 +178,10 @@ def _sources(config: Config) -> None:
         model.path is None and model.builder is None,
         "model.path is not set and model.builder is null; set model.path to a local Hugging Face folder or choose model=tiny.",
     )
-    for key in ("train", "reward"):
+    for key in ("train", "reward", "eval"):
         given = getattr(task, key)
         _refuse(
-            task.name in PROMPT_FILES and given is None,
+            task.name in PROMPT_FILES and given is None and key != "eval",
             f"task.{key} is not set and task.name={task.name} needs it; set task.{key}=...",
         )
         _refuse(

@@ -45,7 +45,16 @@ class TaskConfig:
     eval: Optional[str] = None
     """File of held-out prompts; without one, ``eval.size`` problems are held out from ``train``."""
     reward: Optional[str] = None
-    """Reward function of a prompt file, as ``module:function``."""
+    """Reward function of a prompt file, as ``module:function``; the current directory is searched, too."""
+    reward_workers: int = 2
+    """Processes that run the reward function, for each rollout worker."""
+    reward_timeout_s: float = 30.0
+    """Longest time that one call of the reward function may take."""
+    reward_memory_mb: Optional[int] = None
+    """Most memory that a process of the reward function may allocate; null: no limit."""
+    on_reward_failure: str = "raise"
+    """When the reward function fails, hangs, crashes or returns no finite number: ``raise`` ends the run, ``drop`` leaves
+    the rollout out (0 in an evaluation), ``zero`` rewards it with 0."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a string, or chat messages."""
     chat_template: Optional[bool] = None

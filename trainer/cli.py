@@ -12,7 +12,7 @@ OVERRIDES = "settings, such as algorithm=sao actor.optim.lr=1e-5 (docs/configura
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, or 2 when a setting is refused (one line on stderr)."""
+    """Run one command; returns the exit code: 0, or with one line on stderr 1 (a run cannot go on) or 2 (a setting is refused)."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the console is for the steps of the run
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
@@ -31,6 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"rlframe: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        controller = sys.modules.get("trainer.controller")  # heavy; loaded if a run began
+        if controller is None or not isinstance(error, controller.RunFailed):
+            raise
+        print(f"rlframe: {error}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

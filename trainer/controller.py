@@ -36,6 +36,7 @@ from trainer.data import PromptStream
 from trainer.metrics import Timers, eval_metrics, rollout_metrics, staleness_metrics
 from trainer.served import checksum_fault, probe_fault
 from trainer.tracking import Tracker
+from workers.environments.base import FatalRewardError
 from workers.group import LearnerGroup
 from workers.rollout.engine import SamplingParams
 from workers.rollout.group import RolloutGroup
@@ -105,6 +106,8 @@ class Controller:
         while True:
             self.waits(f"collect_{worker}", "a rollout to finish")
             collected = await self.rollouts.collect(worker)
+            if collected.fatal:
+                raise RunFailed(collected.fatal)
             for slot, batch in collected.by_slot():
                 self.failures_in_a_row = 0
                 self.buffer.finish(slot, batch)
@@ -198,7 +201,11 @@ class Controller:
     async def evaluate(self) -> dict[str, float]:
         """Held-out reward under the weights now served."""
         self.waits("learn", "the evaluation")
-        batch = await self.rollouts.evaluate(self.eval_prompts, self.sampling(temperature=self.config.eval.temperature))
+        sampling = self.sampling(temperature=self.config.eval.temperature)
+        try:
+            batch = await self.rollouts.evaluate(self.eval_prompts, sampling)
+        except FatalRewardError as error:
+            raise RunFailed(str(error)) from None
         return eval_metrics(batch, self.config.task.name)
 
     async def save(self) -> None:

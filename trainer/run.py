@@ -30,6 +30,7 @@ from trainer.tracking import Tracker
 from workers.environments import make_environment
 from workers.environments.base import Environment
 from workers.group import LearnerGroup
+from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
 
 
@@ -90,10 +91,17 @@ def read_inputs(config: Config) -> Inputs:
     """Find the model, the tokenizer and the prompts, or raise ConfigError."""
     model_path = resolve_model(config.model)
     trust = config.model.trust_remote_code
+    find_modules_in(os.getcwd())
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)
     environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=config.eval.size)
     stream = PromptStream(environment.train_prompts(), environment.name, config.seed)
     held_out = environment.eval_prompts()[: config.eval.size]
+    for problem in (*environment.train_prompts(), *held_out):
+        if len(problem.tokens) >= config.rollout.max_model_len:
+            raise ConfigError(
+                f"The prompt {problem.id} has {len(problem.tokens)} tokens, which leaves no room for an answer in "
+                f"rollout.max_model_len={config.rollout.max_model_len}; raise it or leave the prompt out."
+            )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
     vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
     return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size)

@@ -1,10 +1,16 @@
-"""What every Ray actor of ours does to its own process: where its output goes, how many threads it uses."""
+"""What our processes do to themselves: where output goes, where modules of the user are found."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+
+
+def find_modules_in(folder: str) -> None:
+    """Let modules of the user in ``folder`` be imported; what is installed goes first, so that nothing of ours is shadowed."""
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def redirect_output(log_file: str | None) -> None:

@@ -15,6 +15,14 @@ import numpy as np
 from rlframe.types import Prompt
 
 
+class RewardError(RuntimeError):
+    """No reward for one rollout, which is left out; the message is one sentence."""
+
+
+class FatalRewardError(RewardError):
+    """No reward for one rollout, and the run shall end because of it."""
+
+
 @dataclass
 class Problem:
     """One task instance of a data set; the prompt stream turns it into a `Prompt` each time it is drawn."""
@@ -48,7 +56,7 @@ class Episode(Protocol):
         """Answer the turn ``action`` (int32[A], stop token included) that ended because of ``finish`` (stop | length).
 
         Raises:
-            RewardError: the reward function failed and ``task.on_reward_failure`` is ``raise`` or ``drop``.
+            RewardError: there is no reward for this rollout; `FatalRewardError` ends the run.
         """
         ...
 
@@ -64,7 +72,11 @@ class Environment(Protocol):
     """Most turns of one episode."""
 
     def train_prompts(self) -> Sequence[Problem]:
-        """The training problems, in the order of the data set (the prompt stream shuffles)."""
+        """The training problems, in the order of the data set (the prompt stream shuffles); asked for by the driver only.
+
+        Raises:
+            ConfigError: the data cannot be used; one sentence for the user.
+        """
         ...
 
     def eval_prompts(self) -> Sequence[Problem]:

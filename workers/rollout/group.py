@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import ray
 
 from rlframe.config import Config
 from rlframe.types import Batch, Prompt
+from workers.environments.base import FatalRewardError
 from workers.rollout.engine import Completion, SamplingParams
 from workers.rollout.worker import Collected, RolloutWorker
 
@@ -32,7 +34,7 @@ class RolloutGroup:
         workers = [
             remote.options(
                 num_cpus=rollout.cpus, num_gpus=rollout.gpus, max_concurrency=rollout.max_concurrency, max_restarts=0
-            ).remote(config, model_path, i, log_dir and f"{log_dir}/rollout_{i}.log")
+            ).remote(config, model_path, i, log_dir and f"{log_dir}/rollout_{i}.log", os.getcwd())
             for i in range(rollout.workers)
         ]
         return cls(workers)
@@ -70,10 +72,17 @@ class RolloutGroup:
         return await self._all("update_weights", update)
 
     async def evaluate(self, prompts: list[Prompt], sampling: SamplingParams) -> Batch:
-        """One episode of every prompt, spread over the workers."""
+        """One episode of every prompt, spread over the workers.
+
+        Raises:
+            FatalRewardError: the reward function failed.
+        """
         shares = [prompts[i :: len(self.workers)] for i in range(len(self.workers))]
         calls = [worker.evaluate.remote(share, sampling) for worker, share in zip(self.workers, shares, strict=True) if share]
-        return Batch.concat(await asyncio.gather(*calls))
+        try:
+            return Batch.concat(await asyncio.gather(*calls))
+        except FatalRewardError as error:
+            raise getattr(error, "cause", error) from None  # Ray's copy of it has the worker's traceback in its message
 
     async def probe(self, tokens: np.ndarray, k: int) -> list[Completion]:
         """Every engine's log-probabilities of a fixed prompt."""

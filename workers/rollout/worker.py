@@ -18,8 +18,8 @@ import numpy as np
 from rlframe.config import Config, ConfigError
 from rlframe.types import Batch, Prompt, Trajectory
 from workers.environments import make_environment
-from workers.environments.base import Environment
-from workers.process import redirect_output
+from workers.environments.base import Environment, FatalRewardError
+from workers.process import find_modules_in, redirect_output
 from workers.rollout.engine import Completion, Engine, EngineDeadError, SamplingParams, WeightUpdate
 from workers.rollout.episode import derive_seed, run_episode
 
@@ -43,6 +43,8 @@ class Collected:
     """Slot and reason of prompts of which no rollout succeeded."""
     lost: int = 0
     """Rollouts that failed, in both kinds of prompts."""
+    fatal: str | None = None
+    """Why the run shall end, if it shall; one sentence."""
 
     def by_slot(self) -> Iterator[tuple[int, Batch]]:
         """Each slot with its own trajectories."""
@@ -101,10 +103,15 @@ class RolloutWorker:
         model_path: local Hugging Face folder of the base model and its tokenizer.
         index: number of this worker; engines of one run sample from different seeds.
         log_file: where this process and its children write stdout and stderr from now on; None: nothing is redirected.
+        user_folder: where modules of the user are found besides the installed ones: the driver's current directory.
     """
 
-    def __init__(self, config: Config, model_path: str, index: int = 0, log_file: str | None = None) -> None:
+    def __init__(
+        self, config: Config, model_path: str, index: int = 0, log_file: str | None = None, user_folder: str | None = None
+    ) -> None:
         redirect_output(log_file)
+        if user_folder is not None:
+            find_modules_in(user_folder)
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(
@@ -120,6 +127,7 @@ class RolloutWorker:
         self._counters = dict.fromkeys(COUNTERS, 0.0)
         self._in_flight = 0
         self._busy_since = 0.0
+        self._fatal: str | None = None
 
     async def start(self) -> None:
         """Start the engine."""
@@ -155,15 +163,19 @@ class RolloutWorker:
             batch=Batch.from_trajectories(flat) if flat else None,
             failures=[(slot, reasons[0]) for slot, trajectories, reasons in finished if not trajectories],
             lost=sum(len(reasons) for _, _, reasons in finished),
+            fatal=self._fatal,
         )
 
     async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Batch:
         """One episode of every prompt, in their order.
 
         Raises:
+            FatalRewardError: the environment ends the run.
             RuntimeError: an episode failed; an evaluation over fewer problems would be another number.
         """
         results = await asyncio.gather(*(self._episode(prompt, 0, sampling) for prompt in prompts))
+        if self._fatal is not None:
+            raise FatalRewardError(self._fatal)
         failed = [f"prompt {p.id!r}: {r}" for p, r in zip(prompts, results, strict=True) if isinstance(r, str)]
         if failed:
             raise RuntimeError(f"{len(failed)} of {len(prompts)} evaluation episodes failed, first {failed[0]}")
@@ -219,6 +231,9 @@ class RolloutWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        close = getattr(self.environment, "close", None)
+        if close is not None:
+            close()
         await self.engine.close()
 
     async def _run_prompt(self, prompt: Prompt, slot: int, rollouts: int, sampling: SamplingParams) -> None:
@@ -245,6 +260,8 @@ class RolloutWorker:
             return f"timed out: the episode took longer than rollout.timeout_s={limit:g}"
         except Exception as error:
             self._counters["failed"] += 1
+            if isinstance(error, FatalRewardError):
+                self._fatal = str(error)
             return f"{type(error).__name__}: {error}"
         finally:
             self._leave()
