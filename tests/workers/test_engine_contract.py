@@ -94,7 +94,9 @@ def test_truncated_sampling_reports_the_distribution_it_sampled_from(served, cha
     engine, run = served
     run(apply(engine, update_of(BASE, 1)))
     prompt = prompt_of(9)
-    completion = run(engine.generate(prompt, SamplingParams(max_new_tokens=10, temperature=1.3, logprobs=24, seed=0, **changes)))
+    completion = run(
+        engine.generate(prompt, SamplingParams(max_new_tokens=10, temperature=1.3, logprobs=24, seed=0, **changes))
+    )
     dense = dense_logprobs(BASE, np.concatenate([prompt, completion.ids]), 1.3)[len(prompt) - 1 :]
     kept = torch.log_softmax(warper(None, torch.tensor(dense)), -1).numpy()
     assert np.abs(kept[np.arange(10), completion.ids] - completion.logprobs).max() < 1e-4
