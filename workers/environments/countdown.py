@@ -92,7 +92,7 @@ class Countdown:
             made = make_problems(self.options, self.options.problems + self.eval_size)
             if len(made) <= self.eval_size:
                 raise ConfigError(
-                    f"eval.size={self.eval_size}, but countdown with these task.options has only {len(made)} problems; "
+                    f"eval.size={self.eval_size}, but with these task.options the number of problems is only {len(made)}; "
                     "lower eval.size, or raise task.options.high or numbers."
                 )
             made.sort(key=lambda problem: hashlib.blake2b(repr(problem).encode(), digest_size=8).digest())

@@ -1,4 +1,4 @@
-"""From a prompt (text or chat messages) to tokens, and which tokens end an answer; where prompts come from is not known here."""
+"""From a prompt (text or chat messages) to tokens, and which tokens end an answer; not where prompts come from."""
 
 from __future__ import annotations
 

@@ -1,0 +1,88 @@
+"""A user's own prompts and rewards through whole runs: learning data, a reward that fails, and a prompt that is too long."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from local import run
+
+from rlframe.config import ConfigError
+from trainer.compose import compose
+from trainer.run import read_inputs
+
+UNTRAINED = "model.build.warmup_steps=0"
+REWARD = """
+def right(response, row):
+    return float(response == row["answer"])
+def fails_in_training(response, row):
+    return float("nan") if row["answer"] in open("trained.txt").read().split() else 0.0
+"""
+
+
+@pytest.fixture
+def user_folder(tmp_path, monkeypatch):
+    """A current directory with data and a module in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(30)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own_reward.py").write_text(REWARD)
+    return tmp_path
+
+
+def task(function="right"):
+    return ["task=jsonl", "task.train=prompts.jsonl", f"task.reward=own_reward:{function}", UNTRAINED]
+
+
+@pytest.mark.slow
+def test_a_run_on_a_prompt_file(user_folder):
+    rows = run(user_folder / "run", *task(), "steps=2")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert "eval/jsonl/reward" in rows[0] and "reward/jsonl/mean" in rows[1]
+
+
+@pytest.mark.slow
+def test_a_run_on_countdown(user_folder):
+    rows = run(user_folder / "run", "task=countdown", UNTRAINED, "steps=1", "rollout.max_new_tokens=12")
+    assert "eval/countdown/reward" in rows[0] and "reward/countdown/mean" in rows[1]
+
+
+@pytest.mark.slow
+def test_failing_rewards_are_dropped_or_zero_as_asked(user_folder):
+    (user_folder / "trained.txt").write_text(" ".join(str(2 * a) for a in range(10)))
+    options = [*task("fails_in_training"), "steps=2", "batch_size=4"]
+    rows = run(user_folder / "dropped", *options, "task.on_reward_failure=drop")
+    assert rows[-1]["fault/dropped"] > 0 and rows[-1]["step"] == 2
+    rows = run(user_folder / "zero", *options, "task.on_reward_failure=zero")
+    assert rows[-1]["fault/dropped"] == 0 and rows[-1]["step"] == 2
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_ends_the_run_with_one_line(user_folder):
+    """Through the command line, so that Ray's workers must find a module of the current directory, and exit code 1 comes."""
+    config = compose([*task("fails_in_training"), "eval.size=8"])
+    trained = [problem.payload["row"]["answer"] for problem in read_inputs(config).stream.problems]
+    (user_folder / "trained.txt").write_text(" ".join(trained))
+    small = ["rollout=torch", "steps=2", "batch_size=8", "eval.size=8", "log.wandb=disabled"]
+    ended = subprocess.run(
+        [str(Path(sys.executable).parent / "rlframe"), "train", *task("fails_in_training"), *small],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("rlframe: task.reward=own_reward:fails_in_training failed on line ") and "of prompts.jsonl" in last
+    assert "returned nan" in last and "Traceback" not in ended.stdout + ended.stderr
+    assert "step 0/2" in ended.stdout, "the held-out prompts were rewarded"
+
+
+def test_a_prompt_longer_than_the_context_is_refused(user_folder):
+    (user_folder / "prompts.jsonl").open("a").write(json.dumps({"prompt": "1" * 64, "answer": "1"}) + "\n")
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:31 has 64 tokens.*rollout\.max_model_len=64"):
+        read_inputs(compose([*task(), "eval.size=8"]))
