@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rlframe.config import Config, ConfigError, OptimConfig
+from rlframe.config import AlgorithmConfig, Config, ConfigError, OptimConfig
 
 POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
 ROLLOUT_IS = ("token", "sequence")
@@ -48,7 +48,7 @@ def check(config: Config) -> None:
         _ranges,
         _sources,
         _sampling,
-        _correction,
+        _algorithm,
         _score_centering,
         _advantage,
         _sessions,
@@ -111,8 +111,6 @@ def _one_of(key: str, value: Any, allowed: Collection[str], optional: bool = Fal
 
 def _names(config: Config) -> None:
     a = config.algorithm
-    _one_of("algorithm.policy_loss", a.policy_loss, POLICY_LOSSES)
-    _one_of("algorithm.rollout_is", a.rollout_is, ROLLOUT_IS, optional=True)
     _one_of("algorithm.advantage", a.advantage, ADVANTAGES)
     _one_of("rollout.engine", config.rollout.engine, ENGINES)
     _one_of("rollout.weight_sync", config.rollout.weight_sync, ("auto", "merged", "adapter", "full"))
@@ -207,8 +205,34 @@ def _sampling(config: Config) -> None:
     )
 
 
-def _correction(config: Config) -> None:
-    a = config.algorithm
+def _algorithm(config: Config) -> None:
+    check_algorithm(config.algorithm)
+
+
+def check_algorithm(a: AlgorithmConfig) -> None:
+    """Refuse a policy loss, correction or combination of them that is not defined; for those who use the losses alone.
+
+    Raises:
+        ConfigError: one sentence, as `check` would say it.
+    """
+    _one_of("algorithm.policy_loss", a.policy_loss, POLICY_LOSSES)
+    _one_of("algorithm.rollout_is", a.rollout_is, ROLLOUT_IS, optional=True)
+    _correction(a)
+    if a.score_centering:
+        on, off = "algorithm.score_centering=true", "set algorithm.score_centering=false"
+        _refuse(
+            a.policy_loss == "ppo_clip",
+            f"{on} needs a weight that does not depend on the advantage and algorithm.policy_loss=ppo_clip clips by its sign; "
+            f"choose algorithm.policy_loss=reinforce, dis or cispo, or {off}.",
+        )
+        _refuse(
+            a.rollout_is == "sequence",
+            f"{on} needs one weight per token and algorithm.rollout_is=sequence gives one per sequence; "
+            f"set algorithm.rollout_is=token or null, or {off}.",
+        )
+
+
+def _correction(a: AlgorithmConfig) -> None:
     _refuse(
         a.rollout_is is not None and a.policy_loss != "reinforce",
         f"algorithm.rollout_is={a.rollout_is} would apply the ratio twice with algorithm.policy_loss={a.policy_loss}, "
@@ -250,16 +274,6 @@ def _score_centering(config: Config) -> None:
         return
     on = "algorithm.score_centering=true"
     off = "set algorithm.score_centering=false"
-    _refuse(
-        a.policy_loss == "ppo_clip",
-        f"{on} needs a weight that does not depend on the advantage and algorithm.policy_loss=ppo_clip clips by its sign; "
-        f"choose algorithm.policy_loss=reinforce, dis or cispo, or {off}.",
-    )
-    _refuse(
-        a.rollout_is == "sequence",
-        f"{on} needs one weight per token and algorithm.rollout_is=sequence gives one per sequence; "
-        f"set algorithm.rollout_is=token or null, or {off}.",
-    )
     for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0)):
         _refuse(
             value != neutral,

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from rlframe.config import AlgorithmConfig
 from rlframe.losses.base import LMHead
-from rlframe.losses.policy import PolicyRules, PolicyTokens, run_policy_loss
+from rlframe.losses.objective import PolicyTokens
+from rlframe.losses.policy import run_policy_loss
 from rlframe.losses.policy_metrics import policy_metrics
+from rlframe.losses.rules import PolicyRules
 from rlframe.losses.value import squared_errors
 from rlframe.metrics import Metrics
 

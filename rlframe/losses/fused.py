@@ -153,10 +153,10 @@ class _Sweep:
                 else:
                     soft = soft._replace(columns=soft.columns[:, :1], here=None if soft.here is None else soft.here[:, :1])
                 if factors is not None:
-                    each = each * factors[rows].unsqueeze(1)
+                    each = _scaled(each, factors[rows].unsqueeze(1))
                 self.projection.accumulate(rows, soft.gradient(each))
         if factors is not None:
-            self.stats[0] *= factors
+            self.stats[0] = _scaled(self.stats[0], factors)
 
     def logprobs_only(self) -> Tensor:
         """[A], log-probabilities of the sampled tokens from a pass of their own."""
@@ -166,9 +166,9 @@ class _Sweep:
 
     def scale(self, factors: Tensor) -> None:
         """Apply the factors of every token [A] after the pass: each has its own row of the gradient of ``hidden``."""
-        self.stats[0] *= factors
+        self.stats[0] = _scaled(self.stats[0], factors)
         if self.projection.d_hidden is not None:
-            self.projection.d_hidden *= factors.unsqueeze(1)
+            self.projection.d_hidden = _scaled(self.projection.d_hidden, factors.unsqueeze(1))
 
     def _chunks(self) -> list[slice]:
         """At least one, so that a rank without tokens takes part in collectives and returns arrays of the same width."""
@@ -181,3 +181,8 @@ class _Sweep:
             ids = torch.cat([ids, self.objective.head_ids[rows].to(ids.dtype)], 1)
         z = self.projection.logits(rows)
         return softmax(z, ids, self.head, self._exp[: len(z)])
+
+
+def _scaled(x: Tensor, factors: Tensor) -> Tensor:
+    """x times factors, where a factor of 0 gives 0 whatever x is."""
+    return torch.where(factors == 0, 0.0, x * factors)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from rlframe.corrections import LOG_RATIO_BOUND
 from rlframe.losses.fused import FusedOutputs
+from rlframe.losses.objective import PolicyObjective
 from rlframe.metrics import Metrics
-
-if TYPE_CHECKING:
-    from rlframe.losses.policy import PolicyObjective
 
 
 def policy_metrics(objective: PolicyObjective, out: FusedOutputs) -> Metrics:
@@ -33,8 +29,8 @@ def policy_metrics(objective: PolicyObjective, out: FusedOutputs) -> Metrics:
     metrics.mean("actor/entropy", entropy.sum(), count)
     _mismatch(metrics, logprobs, sampler, objective.data.segments.cpu().numpy(), objective.data.count)
     _weights(metrics, objective, stats)
-    if objective.keep is not None:
-        metrics.mean("rollout_corr/rollout_rs_masked_fraction", float((~objective.keep).sum()), count)
+    if objective.kept is not None:
+        metrics.mean("rollout_corr/rollout_rs_masked_fraction", float((~objective.kept).sum()), count)
     for name, key in (
         ("actor/sc_correction", "correction"),
         ("actor/sc_sampler_head_mass", "sampler_mass"),
@@ -74,8 +70,7 @@ def _weights(metrics: Metrics, objective: PolicyObjective, stats: dict[str, np.n
         return
     weights, clipped = stats["weight"], stats["clipped"]
     if objective.sequence_weights is not None:
-        weights = objective.sequence_weights.double().cpu().numpy()
-        clipped = objective.sequence_clipped.double().cpu().numpy()
+        weights, clipped = (column.double().cpu().numpy() for column in objective.sequence_weights)
     metrics.mean("rollout_corr/rollout_is_mean", weights.sum(), len(weights))
     metrics.max("rollout_corr/rollout_is_max", weights.max())
     metrics.min("rollout_corr/rollout_is_min", weights.min())

@@ -9,7 +9,7 @@ from loss_cases import dense_logprobs, gradient, make_case, sampled
 from torch import Tensor
 
 from rlframe import AlgorithmConfig, ConfigError, PolicyLoss
-from rlframe.losses.policy import POLICY_LOSSES
+from rlframe.losses.rules import POLICY_LOSSES
 
 
 def dis(log_p: Tensor, log_q: Tensor, a: Tensor) -> Tensor:
