@@ -185,6 +185,7 @@ def test_functional_form_equals_the_batch_form() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_bfloat16_on_cuda_accumulates_in_float32() -> None:
     case = make_case(dtype=torch.bfloat16, sharpness=2.0)
     log_p, _, advantages = sampled(case, dense_logprobs(case))
