@@ -33,7 +33,6 @@ _PER_TOKEN = {
     "versions": np.int32,
     "rewards": np.float32,
 }
-_LEARNER = ("advantages", "returns", "values")
 
 
 @dataclass
@@ -193,11 +192,7 @@ class Batch:
         Raises:
             ValueError: no trajectories, or heads of different widths.
         """
-        if not trajectories:
-            raise ValueError("A batch needs at least one trajectory.")
-        widths = {t.head_ids.shape[1] for t in trajectories}
-        if len(widths) > 1:
-            raise ValueError(f"Trajectories of one batch have heads of different widths: {sorted(widths)}.")
+        _check_joinable(trajectories)
         return cls(
             offsets=np.concatenate([[0], np.cumsum([len(t) for t in trajectories])]).astype(np.int64),
             finish=[t.finish for t in trajectories],
@@ -210,8 +205,25 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
-        """Concatenate batches (without learner arrays: those belong to one whole batch)."""
-        return cls.from_trajectories([t for batch in batches for t in batch])
+        """Concatenate batches, which were checked when they were built.
+
+        Learner arrays are left out: they belong to one whole batch.
+
+        Raises:
+            ValueError: no batches, or heads of different widths.
+        """
+        parts = list(batches)
+        _check_joinable(parts)
+        lengths = np.concatenate([part.lengths for part in parts])
+        return cls(
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            finish=[reason for part in parts for reason in part.finish],
+            prompt_ids=[name for part in parts for name in part.prompt_ids],
+            indices=np.concatenate([part.indices for part in parts]),
+            envs=[env for part in parts for env in part.envs],
+            metadata=[entry for part in parts for entry in part.metadata],
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_TOKEN},
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -284,3 +296,11 @@ class Batch:
         middle = (self.offsets[:-1] + self.offsets[1:]) / 2
         owner = np.minimum((middle * ranks / max(self.num_tokens, 1)).astype(np.int64), ranks - 1)
         return self.select(np.flatnonzero(owner == rank))
+
+
+def _check_joinable(parts: Sequence[Trajectory] | Sequence[Batch]) -> None:
+    if not parts:
+        raise ValueError("A batch needs at least one trajectory.")
+    widths = {part.head_ids.shape[1] for part in parts}
+    if len(widths) > 1:
+        raise ValueError(f"Trajectories of one batch have heads of different widths: {sorted(widths)}.")
