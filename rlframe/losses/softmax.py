@@ -56,8 +56,11 @@ def softmax(z: Tensor, ids: Tensor, head: LMHead, exp: Tensor) -> Softmax:
     z -= top
     picked = z.gather(1, columns)
     torch.exp(z, out=exp)
-    # H = log sum e^z - sum e^z z / sum e^z.
-    sums = torch.stack([exp.sum(1), z.mul_(exp).sum(1)], 1)
+    # H = log sum e^z - sum e^z z / sum e^z, where a logit that the bias masks with -inf counts 0, not 0 * inf.
+    z *= exp
+    if head.bias is not None:
+        z.nan_to_num_(nan=0.0)
+    sums = torch.stack([exp.sum(1), z.sum(1)], 1)
     if head.group is not None and here is not None:
         packed = torch.cat([torch.where(here, picked, 0.0), sums], 1)
         dist.all_reduce(packed, group=head.group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from loss_cases import Case, dense_logprobs, gradient, make_case, sampled
@@ -60,6 +61,19 @@ def test_output_layers_of_the_architectures(bias: bool, softcap: float | None, s
     wrt = [case.hidden, case.weight] + ([] if b is None else [b])
     for got, want in zip(gradient(out.loss, *wrt), gradient(expected, *wrt), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+def test_a_bias_may_mask_part_of_the_vocabulary() -> None:
+    case = make_case()
+    unused = np.setdiff1d(np.arange(37), case.batch.tokens[case.batch.action_mask])[:5]
+    bias = torch.zeros(37, dtype=torch.float64)
+    bias[unused] = -torch.inf
+    out = PolicyLoss(REINFORCE)(case.inputs(bias=bias))
+    kept = np.setdiff1d(np.arange(37), unused)
+    full = torch.log_softmax(case.hidden[case.rows() - 1] @ case.weight[kept].T, -1)
+    entropy = torch.distributions.Categorical(logits=full.detach()).entropy()
+    torch.testing.assert_close(out.per_token["entropy"][case.rows()].double(), entropy, rtol=1e-6, atol=1e-6)
+    assert gradient(out.loss, case.hidden)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("train_head", [False, True])
