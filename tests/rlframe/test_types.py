@@ -15,7 +15,7 @@ def trajectory(index, length, k=2):
     return Trajectory(
         tokens=np.arange(length) + 100 * index,
         action_mask=mask,
-        logprobs=np.where(mask, -1.0 - index, 0.0),
+        logprobs=np.where(mask, -6.0 - index, 0.0),
         head_ids=np.tile(np.arange(k) + 7, (length, 1)),
         head_logprobs=np.full((length, k), -3.0),
         versions=np.where(mask, index, -1),
