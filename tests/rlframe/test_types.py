@@ -13,7 +13,7 @@ FIELDS = ("tokens", "action_mask", "logprobs", "head_ids", "head_logprobs", "ver
 def trajectory(index, length, k=2):
     mask = np.arange(length) > 0
     return Trajectory(
-        tokens=np.arange(length) + 100 * index,
+        tokens=np.arange(length) + 1000 * (index + 1),
         action_mask=mask,
         logprobs=np.where(mask, -6.0 - index, 0.0),
         head_ids=np.tile(np.arange(k) + 7, (length, 1)),
