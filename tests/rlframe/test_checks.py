@@ -80,6 +80,11 @@ CENTRED = {"algorithm__score_centering": True}
         ({"task__name": "jsonl", "task__reward": "m:f"}, ["task.train", "task.name=jsonl"]),
         ({"task__name": "parquet", "task__train": "p"}, ["task.reward", "task.name=parquet"]),
         ({"task__train": "p.jsonl"}, ["task.train", "task.name=arithmetic"]),
+        ({"task__eval": "p.jsonl"}, ["task.eval", "task.name=arithmetic"]),
+        ({"task__on_reward_failure": "ignore"}, ["task.on_reward_failure=ignore", "raise, drop, zero"]),
+        ({"task__reward_workers": 0}, ["task.reward_workers=0"]),
+        ({"task__reward_timeout_s": 0.0}, ["task.reward_timeout_s=0.0"]),
+        ({"task__reward_memory_mb": 3}, ["task.reward_memory_mb=3"]),
         ({"cluster__device": "cuda"}, ["cluster.device=cuda", "actor.gpus=0"]),
         ({"cluster__device": "cpu", "actor__gpus": 1.0}, ["cluster.device=cpu", "actor.gpus=1"]),
         (
