@@ -112,7 +112,7 @@ def _attention(
         raise NotImplementedError(
             f"Attention over segments has no {unknown or 'attention mask'}; set model.attn_implementation=eager."
         )
-    segments: Segments = module.segments  # type: ignore[assignment]
+    segments: Segments = module.rlframe_segments  # type: ignore[assignment]
     return segments.attend(query, key, value, scale=scaling, window=sliding_window), None
 
 

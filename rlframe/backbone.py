@@ -79,7 +79,7 @@ class Backbone:
         self._one_row = kernel == attention.NAME or "flash" in kernel
         self._segments = attention.Segments()
         for module in model.modules():
-            module.segments = self._segments  # type: ignore[assignment]
+            module.rlframe_segments = self._segments  # type: ignore[assignment]
         self._runner = runner
         self._table = conversions(model)
         self._bit_sums: dict[tuple[str, torch.dtype], int] = {}
@@ -127,7 +127,10 @@ class Backbone:
         load_weights(model, Path(path), ranks)
         backbone = cls(model, runner, path=Path(path), ranks=ranks, device=device)
         backbone.trainable = trainable
+        # FSDP decides in its first forward in which dtype it reduces, from the parameters that are trainable then.
+        model.requires_grad_(trainable)
         backbone._probe()
+        model.requires_grad_(False)
         return backbone
 
     def create_session(self, name: str, spec: SessionSpec) -> Session:
@@ -148,7 +151,13 @@ class Backbone:
         return self.sessions[name]
 
     def delete_session(self, name: str) -> None:
-        """Remove a session and its parameters; a session on all weights gives the base back as it was loaded."""
+        """Remove a session and its parameters; a session on all weights gives the base back as it was loaded.
+
+        Raises:
+            ConfigError: there is no such session.
+        """
+        if name not in self.sessions:
+            raise ConfigError(f"This backbone has no session called {name!r}.")
         session = self.sessions.pop(name)
         session.close()
         if session.spec.kind == "full":

@@ -101,14 +101,15 @@ def export(session: Session, directory: Path, *, merged: bool) -> None:
     """See `Session.export`."""
     backbone = session.backbone
     rank0 = backbone.ranks.rank == 0
-    dtype = getattr(backbone.model.config, "dtype", None) or torch.float32
+    config = json.loads((backbone.path / "config.json").read_text())
+    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
     if not merged:
-        config = session.adapter_config()
+        adapter_config = session.adapter_config()
         if rank0:
             directory.mkdir(parents=True, exist_ok=True)
             tensors = {name: tensor.cpu() for name, tensor in _adapter_tensors(session, torch.float32).items()}
             save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-            (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+            (directory / "adapter_config.json").write_text(json.dumps(adapter_config, indent=2, sort_keys=True))
     else:
         groups = (
             {name: t.cpu() for name, t in backbone.checkpoint_names(group).items()} if rank0 else {}

@@ -271,6 +271,8 @@ class Session:
         return joined
 
     def _cut(self, batch: Batch, loss: Loss, micro_batch_tokens: int) -> tuple[list[Batch], Exception | None]:
+        if not self.trainables:
+            return [], RuntimeError(f"Session {self.name!r} was deleted.")
         if loss.needs not in ("lm_head", "value_head"):
             return [], ConfigError(f"A loss needs either lm_head or value_head, not {loss.needs!r}.")
         if loss.needs == "value_head" and self.value_head is None:

@@ -27,9 +27,13 @@ from session_cases import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rlframe.backbone import Backbone
 from rlframe.checksum import weights_checksum
+from rlframe.hf_checkpoint import load_weights
+from rlframe.optim import local
 from rlframe.sessions import Session
 from rlframe.types import Batch
 
@@ -320,6 +324,55 @@ def initial_factors_depend_on_the_seed_alone(mesh: DeviceMesh, models: dict[str,
     assert gathered == here
 
 
+def all_weights_in_bfloat16_keep_float32_masters(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
+    """Gradients are reduced and added up in float32; steps far below bfloat16's resolution add up in the masters."""
+    batch = make_batch()
+    backbone = load(models["untied"], mesh, trainable=True, dtype="bfloat16")
+    session = backbone.create_session("a", spec(kind="full", optim={"lr": 1e-5, "warmup_steps": 0, "weight_decay": 0.0}))
+    backward(session, batch, Policy())
+    reference, _ = dense_reference(models["untied"], session, batch, value=False)
+    close(gradients(session), reference, 0.1)
+    assert all(t.gradient.dtype == t.master.dtype == torch.float32 for t in session.trainables)
+    start = {t.name: t.master.clone() for t in session.trainables}
+    session.optim_step(0.1)
+    for _ in range(2):
+        step(session, batch, Policy())
+    moved = torch.cat([(t.master - start[t.name]).abs().flatten() for t in session.trainables])
+    assert abs(float(moved.median()) - 3e-5) < 3e-6
+
+
+class _Allocations(TorchDispatchMode):
+    """Remembers the largest tensor, in bytes, that an operation returned outside of the mapped checkpoint."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not _is_mapped(local(tensor).data_ptr()):
+                self.largest = max(self.largest, local(tensor).nbytes)
+        return result
+
+
+def _is_mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(x, 16) for x in line.split()[0].split("-"))
+        if start <= address < stop:
+            return line.endswith(".safetensors")
+    return False
+
+
+def no_rank_reads_more_than_its_rows(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
+    backbone = load(models["untied"], mesh)
+    weights = base(backbone)
+    rows = [-(-p.shape[0] // mesh.size()) * p.shape[1:].numel() * 4 for _, p in backbone.parameters()]
+    with _Allocations() as seen:
+        load_weights(backbone.model, backbone.path, backbone.ranks)
+    assert 0 < seen.largest <= max(rows)
+    same(base(backbone), weights)
+    assert sum(p.to_local().nbytes for _, p in backbone.parameters()) <= sum(rows)
+
+
 def samplers_get_what_the_checksum_says(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
     """The checksum is compared with one over the checkpoint's tensors with the given ones in place; the base does not drift."""
     batch = make_batch()
@@ -344,6 +397,11 @@ def samplers_get_what_the_checksum_says(mesh: DeviceMesh, models: dict[str, str]
                 assert tensors == {}
         if kind == "lora":
             same(base(backbone), weights)
+        folder = tmp / f"export-{model}-{mesh.size()}"
+        session.export(str(folder), merged=True)
+        everything = session.sampler_tensors("full", "float32")
+        if backbone.ranks.rank == 0:
+            same(load_file(folder / "model.safetensors"), everything)
 
 
 CHECKS = [
@@ -360,6 +418,8 @@ CHECKS = [
     save_and_load_go_on_to_the_bit,
     deleting_and_creating_gives_a_fresh_session,
     initial_factors_depend_on_the_seed_alone,
+    all_weights_in_bfloat16_keep_float32_masters,
+    no_rank_reads_more_than_its_rows,
     samplers_get_what_the_checksum_says,
 ]
 PLAN = [

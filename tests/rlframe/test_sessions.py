@@ -193,6 +193,15 @@ def test_a_batch_that_does_not_fit_is_refused_before_the_pass(session: Session) 
         session.forward_backward(make_batch(), FailsOn(14), 20)
 
 
+def test_a_deleted_session_is_of_no_use(tied: Backbone) -> None:
+    session = tied.create_session("gone", spec())
+    tied.delete_session("gone")
+    with pytest.raises(RuntimeError, match="was deleted"):
+        session.forward(make_batch(), Policy(), 1000)
+    with pytest.raises(ConfigError, match="no session called"):
+        tied.delete_session("gone")
+
+
 # --------------------------------------------------------------------------------------------------- values and outputs
 
 
@@ -262,6 +271,17 @@ def _names(folder: Path) -> list[str]:
             found += opened.keys()
     assert found
     return found
+
+
+def test_exports_keep_the_dtype_of_the_folder_they_came_from(models, tmp_path: Path) -> None:
+    half = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")
+    session = load(str(tmp_path / "half"), None).create_session("actor", spec())
+    randomise(session)
+    session.export(str(tmp_path / "merged"), merged=True)
+    exported = load_file(tmp_path / "merged" / "model.safetensors")
+    full = session.sampler_tensors("full", "bfloat16")
+    assert exported.keys() == full.keys() and all(torch.equal(exported[name], full[name]) for name in full)
 
 
 def test_merging_never_drifts_the_base(models) -> None:
