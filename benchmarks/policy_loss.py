@@ -9,7 +9,8 @@ Variants, all for the gradient of the hidden states (and of the lm_head with --t
     fused     rlframe's pass, REINFORCE
     centred   the same with score centering over the head
 
-Rounds are interleaved and medians compared, since a shared machine drifts. Memory is the peak of resident memory above what is
+Rounds are interleaved and medians compared, since a shared machine drifts; on a busy one, --cpu-time counts the seconds of one
+thread instead of those on the wall. Memory is the peak of resident memory above what is
 there once inputs and gradients exist, each variant in a process of its own.
 """
 
@@ -95,11 +96,11 @@ class Problem:
                 tensor.grad = torch.zeros_like(tensor)
 
 
-def seconds(problem: Problem, loss: Callable[[], Tensor]) -> float:
+def seconds(problem: Problem, loss: Callable[[], Tensor], clock: Callable[[], float]) -> float:
     problem.zero_grad()
-    start = time.perf_counter()
+    start = clock()
     loss().backward()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def resident(field: str) -> int:
@@ -141,18 +142,24 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     ):
         parser.add_argument(f"--{option}", type=int, default=value)
     parser.add_argument("--train-head", action="store_true")
+    parser.add_argument("--cpu-time", action="store_true")
     args = parser.parse_args(argv)
+    if args.cpu_time:
+        args.threads = 1
+    clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(args.threads)
     problem = Problem(args)
     variants = problem.variants()
     for loss in variants.values():
-        seconds(problem, loss)
+        seconds(problem, loss, clock)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(args.rounds):
         for name, loss in variants.items():
-            times[name].append(seconds(problem, loss))
+            times[name].append(seconds(problem, loss, clock))
     peaks = {name: peak(args, name) for name in variants}
-    print(f"T={args.tokens} V={args.vocabulary} H={args.hidden} k={args.head} fp32, {args.threads} threads")
+    print(
+        f"T={args.tokens} V={args.vocabulary} H={args.hidden} k={args.head} fp32, {args.threads} threads, {'CPU' if args.cpu_time else 'wall'} time"
+    )
     for name in variants:
         print(f"{name:8s} {statistics.median(times[name]):8.3f} s   {peaks[name] / 2**20:8.1f} MiB above inputs and gradients")
 
