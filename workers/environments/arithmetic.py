@@ -15,7 +15,7 @@ from workers.environments.options import read_options
 
 
 class Arithmetic:
-    """Problems ``a op b=`` over a range of operands (`ArithmeticOptions`); held-out ones are never trained on."""
+    """Problems ``a op b op ...=`` over a range of numbers (`ArithmeticOptions`); held-out ones are never trained on."""
 
     name = "arithmetic"
     max_turns = 1
@@ -27,8 +27,8 @@ class Arithmetic:
         train, held_out = arithmetic_problems(options)
         if len(held_out) < eval_size:
             raise ConfigError(
-                f"eval.size={eval_size}, but arithmetic with operands {options.low}..{options.high} and operators "
-                f"{options.operators} holds out only {len(held_out)} problems; lower eval.size or widen task.options."
+                f"eval.size={eval_size}, but arithmetic with {options.terms} numbers from {options.low} to {options.high} "
+                f"holds out only {len(held_out)} problems; lower eval.size or raise task.options.high."
             )
         self.tokenizer = tokenizer
         self.stop_token_ids = (int(tokenizer.eos_token_id),)
@@ -37,7 +37,7 @@ class Arithmetic:
 
     def _problem(self, problem: Sum) -> Problem:
         tokens = np.array(self.tokenizer(problem.text, add_special_tokens=False).input_ids, dtype=np.int32)
-        return Problem(problem.text, tokens, {"answer": problem.answer})
+        return Problem(problem.text, tokens, {"answer": str(problem.answer)})
 
     def train_prompts(self) -> Sequence[Problem]:
         return self._train
