@@ -157,9 +157,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         for name, loss in variants.items():
             times[name].append(seconds(problem, loss, clock))
     peaks = {name: peak(args, name) for name in variants}
-    print(
-        f"T={args.tokens} V={args.vocabulary} H={args.hidden} k={args.head} fp32, {args.threads} threads, {'CPU' if args.cpu_time else 'wall'} time"
-    )
+    clocked = "CPU time" if args.cpu_time else "wall time"
+    print(f"T={args.tokens} V={args.vocabulary} H={args.hidden} k={args.head} fp32, {args.threads} threads, {clocked}")
     for name in variants:
         print(f"{name:8s} {statistics.median(times[name]):8.3f} s   {peaks[name] / 2**20:8.1f} MiB above inputs and gradients")
 

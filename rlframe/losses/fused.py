@@ -124,7 +124,9 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return *(None if g is None else grad.to(g.dtype) * g for g in ctx.saved_tensors), None, None, None, None
+        # A raw sum is usually differentiated as it is; the gradient of a whole lm_head is worth not copying.
+        scale = float(grad)
+        return *(g if g is None or scale == 1 else g * scale for g in ctx.saved_tensors), None, None, None, None
 
 
 class _Sweep:
