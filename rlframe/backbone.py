@@ -124,7 +124,7 @@ class Backbone:
         if mesh is not None:
             shard(runner, model, mesh, DTYPES[dtype])
         materialise(model, device)
-        load_weights(model, Path(path), ranks)
+        ranks.together(lambda: load_weights(model, Path(path), ranks))
         backbone = cls(model, runner, path=Path(path), ranks=ranks, device=device)
         backbone.trainable = trainable
         # FSDP decides in its first forward in which dtype it reduces, from the parameters that are trainable then.
@@ -162,7 +162,7 @@ class Backbone:
         session.close()
         if session.spec.kind == "full":
             self.reshard()
-            load_weights(self.model, self.path, self.ranks)
+            self.ranks.together(lambda: load_weights(self.model, self.path, self.ranks))
             self._bit_sums.clear()
 
     @property

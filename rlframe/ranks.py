@@ -6,6 +6,7 @@ One rank without a process group is the same object with collectives that do not
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,11 @@ class Ranks:
             raise ConfigError(f"A backbone is sharded over one dimension, but its device mesh has {mesh.ndim}.")
         group = mesh.get_group()
         ranks = dist.get_process_group_ranks(group)
-        control = group if dist.get_backend(group) == "gloo" else dist.new_group(ranks, backend="gloo")
+        control = (
+            group
+            if dist.get_backend(group) == "gloo"
+            else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        )
         return cls(rank=mesh.get_local_rank(), size=mesh.size(), group=group, control=control)
 
     def rows(self, count: int) -> slice:
@@ -106,7 +111,11 @@ class Ranks:
             raise RuntimeError("Another rank failed in this call; its own message says why, and nothing of the call was kept.")
         return largest
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        if self.size > 1:
-            dist.barrier(group=self.control)
+    def together(self, run: Callable[[], None]) -> None:
+        """Run something without collectives on every rank, and raise on every rank if any failed; see `agree`."""
+        failure = None
+        try:
+            run()
+        except Exception as error:
+            failure = error
+        self.agree(failure)

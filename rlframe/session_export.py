@@ -99,25 +99,41 @@ def _merged_bits(session: Session, dtype: torch.dtype) -> int:
 
 def export(session: Session, directory: Path, *, merged: bool) -> None:
     """See `Session.export`."""
+    if merged:
+        _export_merged(session, directory)
+        return
+    config = session.adapter_config()
+    ranks = session.backbone.ranks
+
+    def write() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.cpu() for name, tensor in _adapter_tensors(session, torch.float32).items()}
+        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+
+    ranks.together(write if ranks.rank == 0 else lambda: None)
+
+
+def _export_merged(session: Session, directory: Path) -> None:
     backbone = session.backbone
-    rank0 = backbone.ranks.rank == 0
     config = json.loads((backbone.path / "config.json").read_text())
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
-    if not merged:
-        adapter_config = session.adapter_config()
-        if rank0:
-            directory.mkdir(parents=True, exist_ok=True)
-            tensors = {name: tensor.cpu() for name, tensor in _adapter_tensors(session, torch.float32).items()}
-            save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-            (directory / "adapter_config.json").write_text(json.dumps(adapter_config, indent=2, sort_keys=True))
-    else:
-        groups = (
-            {name: t.cpu() for name, t in backbone.checkpoint_names(group).items()} if rank0 else {}
-            for group in _module_groups(session, dtype, changed_only=False)
-        )
-        if rank0:
-            write_folder(backbone.path, directory, groups)
-        else:
+    groups = _module_groups(session, dtype, changed_only=False)
+
+    def write() -> None:
+        if backbone.ranks.rank == 0:
+            write_folder(
+                backbone.path,
+                directory,
+                ({name: t.cpu() for name, t in backbone.checkpoint_names(group).items()} for group in groups),
+            )
+
+    def write_and_go_on() -> None:
+        try:
+            write()
+        finally:
+            # The other ranks take part in gathering every group, whatever happens to the files.
             for _ in groups:
                 pass
-    backbone.ranks.barrier()
+
+    backbone.ranks.together(write_and_go_on)

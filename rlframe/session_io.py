@@ -35,6 +35,10 @@ def _weights(session: Session) -> dict[str, Tensor]:
 
 def save(session: Session, directory: Path) -> None:
     """See `Session.save`."""
+    session.backbone.ranks.together(lambda: _save(session, directory))
+
+
+def _save(session: Session, directory: Path) -> None:
     ranks = session.backbone.ranks
     sharded = {name for name, parameter in session.named_parameters() if isinstance(parameter, DTensor)}
     tensors = {f"weight/{name}": tensor for name, tensor in _weights(session).items()}
@@ -57,7 +61,6 @@ def save(session: Session, directory: Path) -> None:
         whole = {key: t.cpu().contiguous() for key, t in tensors.items() if not in_shard(key)}
         save_file(whole, directory / "replicated.safetensors")
         (directory / "session.json").write_text(json.dumps(_description(session), indent=2, sort_keys=True))
-    ranks.barrier()
 
 
 def _description(session: Session) -> dict[str, Any]:
@@ -73,15 +76,29 @@ def _description(session: Session) -> dict[str, Any]:
 
 def load(session: Session, directory: Path) -> None:
     """See `Session.load`."""
-    description = _read_description(session, directory)
     ranks = session.backbone.ranks
-    writers = description["ranks"]
-    shards = sorted(directory.glob(f"shard-*-of-{writers:05d}.safetensors"))
-    sharded = {name for name, parameter in session.named_parameters() if isinstance(parameter, DTensor)}
+    found: list[tuple[dict[str, Any], _Stored]] = []
+    # Nothing is overwritten before every rank has found what it needs.
+    ranks.together(lambda: found.append(_open(session, directory)))
+    description, stored = found[0]
+    ranks.together(lambda: _restore(session, stored))
+    session.steps = description["steps"]
+
+
+def _open(session: Session, directory: Path) -> tuple[dict[str, Any], _Stored]:
+    description = _read_description(session, directory)
+    shards = sorted(directory.glob(f"shard-*-of-{description['ranks']:05d}.safetensors"))
     stored = _Stored(directory / "replicated.safetensors", shards)
+    missing = [name for name, _ in session.named_parameters() if f"weight/{name}" not in stored]
+    if missing or len(shards) not in (0, description["ranks"]):
+        raise ConfigError(f"{directory} is not complete: it has {len(shards)} shard(s) and lacks {missing[:1]}.")
+    return description, stored
+
+
+def _restore(session: Session, stored: _Stored) -> None:
     trainables = {t.name: t for t in session.trainables}
     for name, parameter in session.named_parameters():
-        rows = ranks.rows(parameter.shape[0]) if name in sharded else slice(None)
+        rows = session.backbone.ranks.rows(parameter.shape[0]) if isinstance(parameter, DTensor) else slice(None)
         t = trainables.get(name)
         target = t.master if t is not None else local(parameter.detach())
         with torch.no_grad():
@@ -91,8 +108,6 @@ def load(session: Session, directory: Path) -> None:
             t.forget()
             if f"step/{name}" in stored:
                 _load_moments(t, stored, rows)
-    session.steps = description["steps"]
-    ranks.barrier()
 
 
 def _load_moments(t: Trainable, stored: _Stored, rows: slice) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlframe.backbone import Backbone
 from rlframe.checksum import weights_checksum
+from rlframe.config import ConfigError
 from rlframe.hf_checkpoint import load_weights
 from rlframe.optim import local
 from rlframe.sessions import Session
@@ -280,6 +282,13 @@ def another_number_of_ranks_goes_on_to_the_bit(mesh: DeviceMesh, models: dict[st
         session = backbone.create_session("a", spec(kind=kind, value_head=True, seed=5))
         session.load(str(tmp / f"elsewhere-{kind}-later"))
         later = state(session)
+        if kind == "full":
+            partial = tmp / f"partial-{mesh.size()}-{backbone.ranks.rank}"
+            shutil.copytree(tmp / "elsewhere-full", partial)
+            (partial / "shard-00001-of-00002.safetensors").unlink()
+            with pytest.raises(ConfigError, match="not complete: it has 1 shard"):
+                session.load(str(partial))
+            same(state(session), later)
         session.load(str(tmp / f"elsewhere-{kind}"))
         session.forward_backward(_only_on_rank_0(make_batch(seed=9), backbone), Value(), TOKENS)
         session.optim_step(0.1)
@@ -404,6 +413,24 @@ def samplers_get_what_the_checksum_says(mesh: DeviceMesh, models: dict[str, str]
             same(load_file(folder / "model.safetensors"), everything)
 
 
+def files_that_fail_on_one_rank_fail_on_all(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
+    """Rank 0 alone writes exports and alone misses a file here; afterwards the session goes on."""
+    batch = make_batch()
+    backbone = load(models["untied"], mesh)
+    session = backbone.create_session("a", spec())
+    blocked = tmp / f"a-file-{mesh.size()}-{backbone.ranks.rank}"
+    blocked.write_text("not a directory")
+    expected = OSError if backbone.ranks.rank == 0 else RuntimeError
+    for merged in (True, False):
+        with pytest.raises(expected):
+            session.export(str(blocked / "export"), merged=merged)
+    folder = tmp / f"one-rank-misses-{mesh.size()}"
+    session.save(str(folder))
+    with pytest.raises(ConfigError if backbone.ranks.rank == 0 else RuntimeError):
+        session.load(str(folder if backbone.ranks.rank else blocked))
+    assert step(session, batch, Policy())["grad_norm"] > 0
+
+
 CHECKS = [
     gradients_equal_dense_float64,
     full_weight_gradients_equal_dense_float64,
@@ -421,6 +448,7 @@ CHECKS = [
     all_weights_in_bfloat16_keep_float32_masters,
     no_rank_reads_more_than_its_rows,
     samplers_get_what_the_checksum_says,
+    files_that_fail_on_one_rank_fail_on_all,
 ]
 PLAN = [
     ("state_written_by_two_ranks", 2, state_written_by_two_ranks),
