@@ -7,7 +7,7 @@ losses need it. Not here: gradients, optimisers and files of sessions (`rlframe.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class Backbone:
             module.rlframe_segments = self._segments  # type: ignore[assignment]
         self._runner = runner
         self._table = conversions(model)
-        self._bit_sums: dict[tuple[str, torch.dtype], int] = {}
+        self._bit_sums: dict[tuple[frozenset[str], torch.dtype], int] = {}
 
     @classmethod
     def load(
@@ -163,7 +163,6 @@ class Backbone:
         if session.spec.kind == "full":
             self.reshard()
             self.ranks.together(lambda: load_weights(self.model, self.path, self.ranks))
-            self._bit_sums.clear()
 
     @property
     def hidden_size(self) -> int:
@@ -256,14 +255,18 @@ class Backbone:
         """Whole tensors of one group under the names, and in the cuts, of the checkpoint."""
         return to_checkpoint_names(self.model, self._table, tensors)
 
-    def bit_sum(self, name: str, parameter: Tensor, dtype: torch.dtype) -> int:
-        """`rlframe.checksum.bit_sum` of a frozen base parameter as cast to ``dtype``, over all ranks; remembered."""
-        key = (name, dtype)
-        if key not in self._bit_sums:
-            self._bit_sums[key] = self.live_bit_sum(parameter, dtype)
-        return self._bit_sums[key]
+    def bit_sum(self, dtype: torch.dtype, *, without: Collection[str] = ()) -> int:
+        """Sum of `rlframe.checksum.bit_sum` of the base parameters as cast to ``dtype``, over all ranks, modulo 2**64.
 
-    def live_bit_sum(self, parameter: Tensor, dtype: torch.dtype) -> int:
-        """The same, computed from the parameter as it is now."""
-        value = bit_sum(local(parameter.detach()).to(dtype)) if local(parameter).numel() else 0
-        return self.ranks.total(value) if isinstance(parameter, DTensor) else value
+        While no session trains the base itself, the answer is remembered.
+        """
+        key = (frozenset(without), dtype)
+        known = self._bit_sums.get(key)
+        if known is None:
+            parts = [local(p.detach()) for name, p in self.parameters() if name not in without]
+            known = sum(bit_sum(part.to(dtype)) for part in parts if part.numel())
+            if isinstance(self._runner, FSDPModule):
+                known = self.ranks.total(known)
+            if not self.trainable:
+                self._bit_sums[key] = known
+        return known

@@ -79,11 +79,9 @@ def sampler_checksum(session: Session, mode: str, dtype: torch.dtype) -> str:
     if mode == "adapter":
         return f"{sum(bit_sum(t) for t in _adapter_tensors(session, dtype).values()) % 2**64:016x}"
     if session.adapter is None:
-        total = sum(backbone.live_bit_sum(parameter, dtype) for _, parameter in backbone.parameters())
-        return f"{total % 2**64:016x}"
-    changed = session.adapter.deltas()
-    total = sum(backbone.bit_sum(name, p, dtype) for name, p in backbone.parameters() if name not in changed)
-    return f"{(total + _merged_bits(session, dtype)) % 2**64:016x}"
+        return f"{backbone.bit_sum(dtype) % 2**64:016x}"
+    unchanged = backbone.bit_sum(dtype, without=session.adapter.deltas().keys())
+    return f"{(unchanged + _merged_bits(session, dtype)) % 2**64:016x}"
 
 
 def _merged_bits(session: Session, dtype: torch.dtype) -> int:
