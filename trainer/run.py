@@ -168,6 +168,7 @@ def sync_mode(config: Config) -> str:
 def start_ray(config: Config, cpus: float) -> None:
     """Join the cluster of ``cluster.address``, or start a local head (its CPUs are logical: as many as the job asks for)."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves engine and learner beside anything else that runs
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "configure_logging": True}
     if config.cluster.address is None:
         local = max(cpus, os.cpu_count() or 1)
