@@ -56,7 +56,7 @@ class Tracker:
 
     def say(self, text: str) -> None:
         """A line for the console."""
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """A line for ``logs/controller.log`` only."""
