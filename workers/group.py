@@ -73,7 +73,8 @@ class LearnerGroup:
     async def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
         """The policy's log-probabilities of every token of ``batch``."""
         parts = await self._all("logprobs", batch, temperature)
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        filled = [part for part in parts if len(part["logprobs"])]  # a rank without tokens does not know the width of heads
+        return {name: np.concatenate([part[name] for part in filled]) for name in filled[0]}
 
     async def close(self) -> None:
         """Take the process group down."""
