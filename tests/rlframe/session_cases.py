@@ -253,12 +253,14 @@ def dense_weights(path: str) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in dense_model(path).named_parameters()}
 
 
-def dense_reference(path: str, session: Session, batch: Batch, *, value: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradient of the whole batch's summed loss with respect to the session's parameters, and the per-token outputs."""
-    leaves = {}
-    for name, parameter in session.named_parameters():
-        whole_parameter = session.backbone.whole(parameter)
-        leaves[name] = whole_parameter.double().clone().requires_grad_(True)
+def dense_reference(path: str, session: Session, batch: Batch, *, value: bool) -> tuple[dict[str, Tensor], Tensor] | None:
+    """Gradient of the whole batch's summed loss with respect to the session's parameters, and the per-token outputs.
+
+    Every rank takes part, rank 0 gets the answer.
+    """
+    leaves = {name: session.backbone.whole(p).double().clone().requires_grad_(True) for name, p in session.named_parameters()}
+    if session.backbone.ranks.rank:
+        return None
     weights = dense_weights(path)
     if session.adapter is not None:
         weights = fold(weights, leaves, session.scaling())

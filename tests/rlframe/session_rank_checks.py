@@ -53,13 +53,14 @@ def step(session: Session, batch: Batch, loss, tokens: int = TOKENS) -> dict[str
 
 def _check_gradients(session: Session, path: str, batch: Batch, loss, *, value: bool) -> None:
     outputs = backward(session, batch, loss)
-    reference, per_token = dense_reference(path, session, batch, value=value)
-    close(gradients(session), reference)
+    reference = dense_reference(path, session, batch, value=value)
+    mine = gradients(session)
     ranks = session.backbone.ranks
-    mine = batch.shard(ranks.rank, ranks.size)
-    before = sum(batch.shard(r, ranks.size).num_tokens for r in range(ranks.rank))
-    got = outputs.per_token["values" if value else "logprobs"]
-    torch.testing.assert_close(got.double(), per_token[before : before + mine.num_tokens], atol=3e-5, rtol=1e-4)
+    parts: list = [None] * ranks.size
+    dist.all_gather_object(parts, outputs.per_token["values" if value else "logprobs"], group=ranks.group)
+    if reference is not None:
+        close(mine, reference[0])
+        torch.testing.assert_close(torch.cat(parts).double(), reference[1], atol=3e-5, rtol=1e-4)
     session.zero_grad()
 
 
@@ -68,11 +69,9 @@ def gradients_equal_dense_float64(mesh: DeviceMesh, models: dict[str, str], tmp:
     for name, lora in (
         ("tied", {}),
         ("untied", {"targets": ["q_proj", "o_proj", "down_proj"]}),
-        ("untied", {"targets": ["lm_head", "v_proj", "embed_tokens"]}),
+        ("untied", {"targets": ["lm_head", "v_proj"]}),
         ("moe", {"targets": "all-linear", "target_parameters": EXPERTS}),
     ):
-        if "embed_tokens" in (lora.get("targets") or ()):
-            lora = {"targets": ["lm_head", "v_proj"]}
         backbone = load(models[name], mesh)
         actor = backbone.create_session("actor", spec(lora=lora))
         randomise(actor)
@@ -339,8 +338,9 @@ def all_weights_in_bfloat16_keep_float32_masters(mesh: DeviceMesh, models: dict[
     backbone = load(models["untied"], mesh, trainable=True, dtype="bfloat16")
     session = backbone.create_session("a", spec(kind="full", optim={"lr": 1e-5, "warmup_steps": 0, "weight_decay": 0.0}))
     backward(session, batch, Policy())
-    reference, _ = dense_reference(models["untied"], session, batch, value=False)
-    close(gradients(session), reference, 0.1)
+    reference, mine = dense_reference(models["untied"], session, batch, value=False), gradients(session)
+    if reference is not None:
+        close(mine, reference[0], 0.1)
     assert all(t.gradient.dtype == t.master.dtype == torch.float32 for t in session.trainables)
     start = {t.name: t.master.clone() for t in session.trainables}
     session.optim_step(0.1)
@@ -389,7 +389,7 @@ def samplers_get_what_the_checksum_says(mesh: DeviceMesh, models: dict[str, str]
         backbone = load(models[model], mesh, trainable=kind == "full")
         session = backbone.create_session("a", spec(kind=kind, lora=lora))
         weights = base(backbone)
-        for dtype in ("bfloat16", "float32", "bfloat16"):
+        for dtype in ("bfloat16", "float32"):
             step(session, batch, Policy())
             mode = "merged" if kind == "lora" else "full"
             tensors = session.sampler_tensors(mode, dtype)

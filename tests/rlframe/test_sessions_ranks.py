@@ -7,7 +7,7 @@ from rank_pool import run_checks
 from session_cases import write_models
 from session_rank_checks import PLAN
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
