@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +143,13 @@ async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: 
     learner = LearnerGroup.launch(config, inputs.model_path, logs)
     limit = config.cluster.startup_timeout_s
     await asyncio.wait_for(asyncio.gather(rollouts.start(), learner.start()), limit)
+    return make_controller(config, inputs, run_dir, rollouts, learner, tracker)
+
+
+def make_controller(
+    config: Config, inputs: Inputs, run_dir: Path, rollouts: RolloutGroup, learner: LearnerGroup, tracker: Tracker
+) -> Controller:
+    """The controller of a job whose workers have started."""
     return Controller(
         config=config,
         stream=inputs.stream,
@@ -195,11 +201,3 @@ def first(group: BaseExceptionGroup[Exception]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def fresh(run_dir: Path) -> None:
-    """Move an existing run directory aside, so that a new run can have its name."""
-    if run_dir.exists():
-        previous = run_dir.with_name(run_dir.name + ".previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        run_dir.rename(previous)

@@ -10,8 +10,7 @@ from pathlib import Path
 from rlframe.checks import check
 from trainer import recovery
 from trainer.compose import compose, config_hash
-from trainer.controller import Controller
-from trainer.run import read_inputs, sync_mode
+from trainer.run import make_controller, read_inputs
 from trainer.tracking import Tracker
 from workers import learner as learner_module
 from workers.group import LearnerGroup
@@ -97,18 +96,7 @@ async def _attempt(config, run_dir, resume):
     learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None))])
     try:
         await asyncio.gather(rollouts.start(), learner.start())
-        controller = Controller(
-            config=config,
-            stream=inputs.stream,
-            eval_prompts=inputs.eval_prompts,
-            stop_token_ids=tuple(inputs.environment.stop_token_ids),
-            head_size=min(config.rollout.head_size, inputs.vocab_size) if config.algorithm.score_centering else 0,
-            sync_mode=sync_mode(config),
-            rollouts=rollouts,
-            learner=learner,
-            tracker=tracker,
-            checkpoints=checkpoints,
-        )
+        controller = make_controller(config, inputs, run_dir, rollouts, learner, tracker)
         if checkpoint:
             await learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)

@@ -27,6 +27,15 @@ def test_every_preset_trains(tmp_path, preset):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [["running_mean"], ["none"], ["group", "algorithm.rollouts_per_prompt=4"]])
+def test_a_run_without_a_critic(tmp_path, options):
+    advantage, *more = options
+    rows = run(tmp_path, f"algorithm.advantage={advantage}", *more)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(math.isfinite(row["actor/grad_norm"]) and "critic/value_loss" not in row for row in rows[1:])
+
+
+@pytest.mark.slow
 def test_synchronous_runs_repeat_to_the_bit(tmp_path):
     first, second = (numbers(run(tmp_path / name, "max_staleness=0", "seed=3")) for name in "ab")
     assert first == second
