@@ -332,22 +332,25 @@ def initial_factors_depend_on_the_seed_alone(mesh: DeviceMesh, models: dict[str,
     assert gathered == here
 
 
-def all_weights_in_bfloat16_keep_float32_masters(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
+def bfloat16_sessions_keep_float32_masters(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
     """Gradients are reduced and added up in float32; steps far below bfloat16's resolution add up in the masters."""
     batch = make_batch()
-    backbone = load(models["untied"], mesh, trainable=True, dtype="bfloat16")
-    session = backbone.create_session("a", spec(kind="full", optim={"lr": 1e-5, "warmup_steps": 0, "weight_decay": 0.0}))
-    backward(session, batch, Policy())
-    reference, mine = dense_reference(models["untied"], session, batch, value=False), gradients(session)
-    if reference is not None:
-        close(mine, reference[0], 0.1)
-    assert all(t.gradient.dtype == t.master.dtype == torch.float32 for t in session.trainables)
-    start = {t.name: t.master.clone() for t in session.trainables}
-    session.optim_step(0.1)
-    for _ in range(2):
-        step(session, batch, Policy())
-    moved = torch.cat([(t.master - start[t.name]).abs().flatten() for t in session.trainables])
-    assert abs(float(moved.median()) - 3e-5) < 3e-6
+    for kind in ("lora", "full"):
+        backbone = load(models["untied"], mesh, trainable=kind == "full", dtype="bfloat16")
+        session = backbone.create_session("a", spec(kind=kind, optim={"lr": 1e-5, "warmup_steps": 0, "weight_decay": 0.0}))
+        if kind == "lora":
+            randomise(session)
+        backward(session, batch, Policy())
+        reference, mine = dense_reference(models["untied"], session, batch, value=False), gradients(session)
+        if reference is not None:
+            close(mine, reference[0], 0.1)
+        assert all(t.gradient.dtype == t.master.dtype == torch.float32 for t in session.trainables)
+        start = {t.name: t.master.clone() for t in session.trainables}
+        session.optim_step(0.1)
+        for _ in range(2):
+            step(session, batch, Policy())
+        moved = torch.cat([(t.master - start[t.name]).abs().flatten() for t in session.trainables])
+        assert abs(float(moved.median()) - 3e-5) < 3e-6
 
 
 class _Allocations(TorchDispatchMode):
@@ -445,7 +448,7 @@ CHECKS = [
     save_and_load_go_on_to_the_bit,
     deleting_and_creating_gives_a_fresh_session,
     initial_factors_depend_on_the_seed_alone,
-    all_weights_in_bfloat16_keep_float32_masters,
+    bfloat16_sessions_keep_float32_masters,
     no_rank_reads_more_than_its_rows,
     samplers_get_what_the_checksum_says,
     files_that_fail_on_one_rank_fail_on_all,
