@@ -34,6 +34,8 @@ class Critic:
         for session, which in self._members(shard):
             part = shard.select(which)
             outputs = session.forward(part, ValuePrediction(), self.micro_batch_tokens)
+            if "values" not in outputs.per_token:  # no rank has a trajectory for this member
+                continue
             share = 1.0 if self.config.per_env else 1.0 / len(self.sessions)
             values[_rows(shard, which)] += share * outputs.per_token["values"].cpu().numpy()
             bootstrap[which] += share * outputs.per_trajectory["bootstrap"].cpu().numpy()

@@ -97,6 +97,7 @@ def test_each_environment_has_its_own_critic(rank):
     of_other[BATCH.offsets[1] : BATCH.offsets[2]] = True
     assert np.abs(values[BATCH.action_mask & ~of_other]).min() > 0
     assert not values[of_other].any(), "no critic is there for the other environment"
+    assert not learner.values(BATCH.select([1]))[0].any(), "a batch without the critic's environment"
 
 
 def test_an_actor_update_leaves_the_critic_and_the_base_alone(rank):
