@@ -258,7 +258,8 @@ def test_a_cancelled_request_leaves_the_others_alone(served):
     async def cancel_one():
         params = SamplingParams(max_new_tokens=300, logprobs=2, seed=0)
         doomed, kept = (asyncio.create_task(engine.generate(prompt_of(10), params)) for _ in range(2))
-        await asyncio.sleep(0.05)
+        await engine.generate(prompt_of(3), SamplingParams(max_new_tokens=10))
+        assert not doomed.done()
         doomed.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await doomed
@@ -288,7 +289,7 @@ def test_an_engine_that_hangs_or_dies_raises_in_its_callers(served, tmp_path):
         worker = RolloutWorker(config_of(stop_token_ids=()), model_folder(tmp_path))
         worker.engine = engine
         await worker.submit(prompts_of(3, turns=4), [0, 1, 2], 1, SamplingParams(max_new_tokens=400))
-        await asyncio.sleep(0.1)
+        await engine.generate(prompt_of(3), SamplingParams(max_new_tokens=10))
         os.kill(core.pid, signal.SIGKILL)
         failures = {}
         while len(failures) < 3:
@@ -302,4 +303,4 @@ def test_an_engine_that_hangs_or_dies_raises_in_its_callers(served, tmp_path):
     for call in (engine.health, engine.pause, lambda: engine.generate(prompt_of(3), SamplingParams(max_new_tokens=1))):
         with pytest.raises(EngineDeadError):
             run(call())
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
