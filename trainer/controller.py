@@ -32,7 +32,9 @@ from rlframe.config import Config
 from rlframe.types import Batch, Prompt
 from trainer import recovery
 from trainer.buffer import Buffer, Slot, State
+from trainer.checkpoints import Checkpoints
 from trainer.data import PromptStream
+from trainer.failures import RunFailed
 from trainer.metrics import Timers, eval_metrics, rollout_metrics, staleness_metrics
 from trainer.served import checksum_fault, probe_fault
 from trainer.tracking import Tracker
@@ -40,10 +42,6 @@ from workers.environments.base import FatalRewardError
 from workers.group import LearnerGroup
 from workers.rollout.engine import SamplingParams
 from workers.rollout.group import RolloutGroup
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message says why in one sentence."""
 
 
 @dataclass
@@ -59,7 +57,7 @@ class Controller:
     rollouts: RolloutGroup
     learner: LearnerGroup
     tracker: Tracker
-    checkpoints: recovery.Checkpoints
+    checkpoints: Checkpoints
     step: int = 0
     version: int = 0
     stop_requested: bool = False
@@ -72,6 +70,7 @@ class Controller:
         self.running_mean = RunningMean(self.config.algorithm.running_mean_decay)
         self.failures_in_a_row = 0
         self.syncs = 0
+        self.served = ""
 
     async def run(self) -> None:
         """Train from ``self.step`` to ``config.steps``; returns early, with a checkpoint, when a stop is requested."""
@@ -132,6 +131,8 @@ class Controller:
             done = self.step == self.config.steps or self.stop_requested
             if self.due(self.config.checkpoint.every) or done:
                 await self.save()
+            await self.checkpoints.check()
+        await self.checkpoints.settle()
 
     async def train_step(self) -> None:
         """One step; every number in ``timers`` is a metric."""
@@ -182,7 +183,7 @@ class Controller:
         if self.due(self.config.eval.every) or self.step == self.config.steps:
             with timers("eval"):
                 metrics |= await self.evaluate()
-        metrics |= timers.compute(batch, await self.rollouts.stats()) | self.counters()
+        metrics |= timers.compute(batch, await self.rollouts.stats()) | self.counters() | self.checkpoints.timings()
         self.tracker.log(self.step, metrics, batch=batch)
 
     async def sync_weights(self) -> None:
@@ -196,7 +197,8 @@ class Controller:
             fault = await probe_fault(completions, prompt, self.learner, rollout.temperature, rollout.probe_tolerance)
         if fault:
             raise RunFailed(fault)
-        self.syncs += 1
+        self.syncs, self.served = self.syncs + 1, expected
+        self.tracker.note(f"version {self.version} is served with checksum {expected}")
 
     async def evaluate(self) -> dict[str, float]:
         """Held-out reward under the weights now served."""
@@ -209,9 +211,9 @@ class Controller:
         return eval_metrics(batch, self.config.task.name)
 
     async def save(self) -> None:
-        """Write a checkpoint of everything that the next step depends on."""
+        """Begin a checkpoint of everything that the next step depends on; it is written beside the next steps."""
         self.waits("learn", "the checkpoint")
-        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self))
+        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self), self.tracker.score(self.step))
 
     async def watch(self) -> None:
         """Fail with a dump when a step takes too long."""
