@@ -278,6 +278,12 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: int = 3
     """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    keep_best: int = 1
+    """Checkpoints with the highest held-out reward that are kept; only those of steps with an evaluation have one."""
+    max_failures: int = 3
+    """Times that a run starts again by itself from its last checkpoint after a learner rank has died."""
 
 
 @dataclass

@@ -35,7 +35,9 @@ from rlframe.config import Config
 from rlframe.types import Batch, Prompt
 from trainer import recovery
 from trainer.buffer import Buffer, Slot, State
+from trainer.checkpoints import Checkpoints
 from trainer.data import PromptStream
+from trainer.failures import RunFailed
 from trainer.metrics import Timers, eval_metrics, rollout_metrics, staleness_metrics
 from trainer.served import checksum_fault, probe_fault
 from trainer.tracking import Tracker
@@ -51,10 +53,6 @@ FAULTS = ("dropped", "timeouts", "reissued", "worker_restarts")
 their worker was lost, workers started again."""
 
 
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message says why in one sentence."""
-
-
 @dataclass
 class Controller:
     """One attempt of a run: everything that the loops share."""
@@ -68,7 +66,7 @@ class Controller:
     rollouts: RolloutGroup
     learner: LearnerGroup
     tracker: Tracker
-    checkpoints: recovery.Checkpoints
+    checkpoints: Checkpoints
     step: int = 0
     version: int = 0
     resumed: bool = False
@@ -85,6 +83,7 @@ class Controller:
         """Held while the actor's weights are not those of ``version``, or are not yet served."""
         self.failures_in_a_row = 0
         self.syncs = 0
+        self.served = ""
 
     async def run(self) -> None:
         """Train from ``self.step`` to ``config.steps``; returns early, with a checkpoint, when a stop is requested."""
@@ -186,7 +185,9 @@ class Controller:
             self.waits("learn", "logging, evaluation and checkpoint")
             if self.due(self.config.checkpoint.every) and self.step < self.config.steps:
                 await self.save()
+            await self.checkpoints.check()
         await self.save()
+        await self.checkpoints.settle()
 
     async def train_step(self) -> bool:
         """One step, if there is no request to stop; every number in ``timers`` is a metric."""
@@ -237,7 +238,7 @@ class Controller:
         if self.due(self.config.eval.every) or self.step == self.config.steps:
             with timers("eval"):
                 metrics |= await self.evaluate()
-        metrics |= timers.compute(batch, await self.rollouts.stats()) | self.counters()
+        metrics |= timers.compute(batch, await self.rollouts.stats()) | self.counters() | self.checkpoints.timings()
         self.tracker.log(self.step, metrics, batch=batch)
         return True
 
@@ -256,7 +257,8 @@ class Controller:
         if fault:
             raise RunFailed(fault)
         await self.rollouts.admit(workers)
-        self.syncs += 1
+        self.syncs, self.served = self.syncs + 1, expected
+        self.tracker.note(f"version {self.version} is served with checksum {expected}")
 
     async def evaluate(self) -> dict[str, float]:
         """Held-out reward under the weights now served."""
@@ -269,9 +271,9 @@ class Controller:
         return eval_metrics(batch, self.config.task.name)
 
     async def save(self) -> None:
-        """Write a checkpoint of everything that the next step depends on."""
+        """Begin a checkpoint of everything that the next step depends on; it is written beside the next steps."""
         self.waits("learn", "the checkpoint")
-        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self))
+        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self), self.tracker.score(self.step))
 
     async def watch(self) -> None:
         """Fail with a dump when a step takes too long."""

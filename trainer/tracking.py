@@ -10,6 +10,7 @@ import json
 import math
 import netrc
 import os
+import re
 import secrets
 import time
 from dataclasses import asdict
@@ -21,17 +22,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rlframe.config import Config
+from rlframe.files import replace
 from rlframe.types import Batch
 
 
 class Tracker:
     """Everything that is written about a run while it runs."""
 
-    def __init__(self, config: Config, run_dir: Path, tokenizer: Any, step: int = 0, wandb_id: str | None = None) -> None:
-        """``step``: the step resumed from; lines of later steps, written by an attempt that died, are dropped."""
+    def __init__(
+        self, config: Config, run_dir: Path, tokenizer: Any, step: int | None = None, wandb_id: str | None = None
+    ) -> None:
+        """``step``: the step resumed from (None: none); what an attempt that died wrote of later steps is dropped."""
         self.config, self.run_dir, self.tokenizer = config, run_dir, tokenizer
         self.path = run_dir / "metrics.jsonl"
-        _keep_until(self.path, step)
+        _keep_until(run_dir, -1 if step is None else step)
         self.file = self.path.open("a")
         self.notes = (run_dir / "logs" / "controller.log").open("a")
         self.console = Console(quiet=not config.log.console)
@@ -45,9 +49,10 @@ class Tracker:
             transient=True,
             disable=not self.console.is_terminal or not config.log.console,
         )
-        self.bar = self.progress.add_task(config.name, total=config.steps, completed=step)
+        self.bar = self.progress.add_task(config.name, total=config.steps, completed=step or 0)
         self.wandb = _start_wandb(config, run_dir, wandb_id)
         self.last_eval: dict[str, float] = {}
+        self.last_eval_step = -1
 
     @property
     def wandb_id(self) -> str | None:
@@ -70,9 +75,9 @@ class Tracker:
         self.file.flush()
         if self.wandb:
             self.wandb.log(metrics, step=step)
-        self.last_eval |= {
-            name: value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")
-        }
+        rewards = {name: value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")}
+        if rewards:
+            self.last_eval, self.last_eval_step = self.last_eval | rewards, step
         self.say(console_line(step, self.config.steps, metrics))
         if not self.progress.live.is_started and step < self.config.steps:
             self.progress.start()
@@ -80,6 +85,11 @@ class Tracker:
         every = self.config.log.rollouts_every
         if batch is not None and every and step % every == 0:
             self._write_rollouts(step, batch)
+
+    def score(self, step: int) -> float | None:
+        """Held-out reward after ``step`` (the mean over tasks), if it was measured then."""
+        measured = self.last_eval and self.last_eval_step == step
+        return sum(self.last_eval.values()) / len(self.last_eval) if measured else None
 
     def _write_rollouts(self, step: int, batch: Batch) -> None:
         rows = []
@@ -127,7 +137,12 @@ def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
     return "  ".join(parts)
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _keep_until(run_dir: Path, step: int) -> None:
+    """Drop what was recorded of steps after ``step``, and a line that was cut off: they will be done again."""
+    for path in (run_dir / "rollouts").glob("step_*"):
+        if (found := re.match(r"step_(\d+)", path.name)) and int(found[1]) > step:
+            path.unlink()
+    path = run_dir / "metrics.jsonl"
     if not path.exists():
         return
     kept = []
@@ -135,9 +150,7 @@ def _keep_until(path: Path, step: int) -> None:
         with contextlib.suppress(ValueError):
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
+    replace(path, "".join(kept))
 
 
 def _has_wandb_key() -> bool:
