@@ -141,7 +141,7 @@ def write(directory: Path, step: int, rows: Iterable[dict[str, Any]], max_bytes:
     """
     path = directory / f"step_{step:06d}.jsonl"
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+    temporary.write_text("".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows), "utf-8")
     os.replace(temporary, path)
     files = sorted(directory.glob("step_*.jsonl"))
     sizes = {file: file.stat().st_size for file in files}
@@ -176,7 +176,8 @@ def read(file: Path) -> list[dict[str, Any]]:
         ConfigError: a line is not a sample with its tokens.
     """
     rows = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    # Not splitlines: texts may hold separators, such as U+2028, that JSON leaves as they are.
+    for number, line in enumerate(file.read_text("utf-8").removesuffix("\n").split("\n"), 1):
         try:
             row = json.loads(line)
             lengths = {len(values) for values in row["tokens"].values()}
