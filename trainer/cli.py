@@ -7,13 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.commands import Command, presets, resume, settings, train
+from trainer.commands import Command, metrics, presets, report, resume, rollouts, settings, train
 
 COMMANDS: dict[str, Command] = {
     "train": train,
     "resume": resume,
     "presets": presets,
     "settings": settings,
+    "metrics": metrics,
+    "rollouts": rollouts,
+    "report": report,
 }
 """Every command, in the order of ``rlframe --help``."""
 

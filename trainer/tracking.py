@@ -10,20 +10,19 @@ import json
 import math
 import netrc
 import os
-import re
 import secrets
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rlframe.config import Config
 from rlframe.files import replace
-from rlframe.types import Batch
+from trainer import samples
+from trainer.samples import Sample
 
 
 class Tracker:
@@ -68,7 +67,7 @@ class Tracker:
         self.notes.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
         self.notes.flush()
 
-    def log(self, step: int, metrics: dict[str, float], batch: Batch | None = None) -> None:
+    def log(self, step: int, metrics: dict[str, float], sample: Sample | None = None) -> None:
         """Record a step everywhere; numbers that are not finite become null in the file."""
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.file.write(json.dumps({"step": step, **row}) + "\n")
@@ -82,33 +81,18 @@ class Tracker:
         if not self.progress.live.is_started and step < self.config.steps:
             self.progress.start()
         self.progress.update(self.bar, completed=step)
-        every = self.config.log.rollouts_every
-        if batch is not None and every and step % every == 0:
-            self._write_rollouts(step, batch)
+        if sample is not None:
+            self._write_sample(step, sample)
 
     def score(self, step: int) -> float | None:
         """Held-out reward after ``step`` (the mean over tasks), if it was measured then."""
         measured = self.last_eval and self.last_eval_step == step
         return sum(self.last_eval.values()) / len(self.last_eval) if measured else None
 
-    def _write_rollouts(self, step: int, batch: Batch) -> None:
-        rows = []
-        for b in range(min(self.config.log.rollouts_count, len(batch))):
-            t = batch.trajectory(b)
-            first = int(np.argmax(t.action_mask))
-            rows.append(
-                {
-                    "step": step,
-                    "prompt_id": t.prompt_id,
-                    "prompt": self.tokenizer.decode(t.tokens[:first]),
-                    "response": self.tokenizer.decode(t.tokens[first:]),
-                    "reward": t.reward,
-                    "finish": t.finish,
-                    "versions": [int(t.versions[t.action_mask].min()), int(t.versions[t.action_mask].max())],
-                }
-            )
-        path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    def _write_sample(self, step: int, sample: Sample) -> None:
+        log = self.config.log
+        rows = samples.as_rows(step, sample, self.tokenizer, log.rollouts_tokens)
+        samples.write(self.run_dir / "rollouts", step, rows, int(log.rollouts_mb * 2**20))
 
     def close(self) -> None:
         """Flush everything; wandb gets the last evaluation as its summary."""
@@ -139,9 +123,7 @@ def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
 
 def _keep_until(run_dir: Path, step: int) -> None:
     """Drop what was recorded of steps after ``step``, and a line that was cut off: they will be done again."""
-    for path in (run_dir / "rollouts").glob("step_*"):
-        if (found := re.match(r"step_(\d+)", path.name)) and int(found[1]) > step:
-            path.unlink()
+    samples.drop_after(run_dir / "rollouts", step)
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return
