@@ -143,10 +143,10 @@ def _ranges(config: Config) -> None:
     _at_least(
         config,
         0,
-        "seed max_staleness algorithm.clip_low algorithm.clip_high rollout.top_k rollout.head_size "
-        "rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus critic.warmup_steps "
-        "critic.vf_coef eval.every eval.temperature checkpoint.every checkpoint.keep_every checkpoint.keep_best "
-        "checkpoint.max_failures log.rollouts_every log.rollouts_count",
+        "seed max_staleness reorder_window algorithm.clip_low algorithm.clip_high rollout.top_k rollout.head_size "
+        "rollout.max_restarts rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus "
+        "critic.warmup_steps critic.vf_coef eval.every eval.temperature checkpoint.every checkpoint.keep_every "
+        "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count",
     )
     memory = config.task.reward_memory_mb
     _refuse(
@@ -304,6 +304,12 @@ def _advantage(config: Config) -> None:
         config.batch_size % per != 0,
         f"algorithm.rollouts_per_prompt={per} does not divide batch_size={config.batch_size}, so a group would be cut; "
         f"set batch_size to a multiple of {per}.",
+    )
+    room = config.max_staleness * config.batch_size // per
+    _refuse(
+        config.reorder_window > room,
+        f"reorder_window={config.reorder_window} takes more than the {room} prompts that max_staleness={config.max_staleness} "
+        "lets run ahead of the batch in training; lower reorder_window or raise max_staleness.",
     )
     _refuse(
         a.normalize_advantages and a.advantage != "group",

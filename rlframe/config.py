@@ -139,7 +139,10 @@ class RolloutConfig:
     probe_tolerance: float = 1e-3
     """Largest difference accepted by that comparison, nats (raise it for bfloat16 engines)."""
     timeout_s: float = 600.0
-    """Longest time one episode or one engine call may take."""
+    """Longest time one episode or one engine call may take; a worker that does not answer for so long is started again."""
+    max_restarts: int = 5
+    """Times that one rollout worker is started again after its process, its engine or its node was lost; then the run goes on
+    with the others, and ends when none is left."""
     cpus: float = 1.0
     """CPUs that Ray reserves for a worker."""
     gpus: float = 0.0
@@ -251,7 +254,8 @@ class ClusterConfig:
     startup_timeout_s: float = 600.0
     """Longest time the engines and ranks may take to start."""
     watchdog_s: float = 900.0
-    """A step that takes longer than this ends the run with a dump of what waits for what."""
+    """Longest time that a step may wait for one thing; at half of it a sentence says what waits for what, at all of it the run
+    ends with a dump."""
 
 
 @dataclass
@@ -316,6 +320,9 @@ class Config:
     """Trajectories per step."""
     max_staleness: int = 2
     """Policy versions that a trajectory may lag when it is trained on; 0: synchronous."""
+    reorder_window: int = 0
+    """Prompts by which training may run ahead of the oldest unfinished rollout, so that a slow one does not hold up the batch;
+    they are taken from the prompts in flight, so that ``max_staleness`` holds. 0: strict order of admission."""
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -68,6 +68,7 @@ def write_state(directory: Path, state: dict[str, Any], batches: list[Batch], co
 def restore(controller: Controller, directory: Path) -> None:
     """Put `snapshot`'s state back; finished trajectories keep their place, prompts in flight are issued again."""
     state = read_state(directory)
+    controller.resumed = True
     controller.step, controller.version = state["step"], state["version"]
     controller.stream.position = state["position"]
     controller.running_mean.load_state_dict(state["running_mean"])

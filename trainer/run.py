@@ -278,8 +278,8 @@ def on_signal(controller: Controller) -> None:
     """SIGTERM and the first Ctrl-C: finish the step, save, leave."""
 
     def stop() -> None:
-        controller.stop_requested = True
-        controller.tracker.say("stopping after this step; a checkpoint is written")
+        controller.stop()
+        controller.tracker.say("stopping; a checkpoint is written")
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -92,7 +92,7 @@ async def _attempt(config, run_dir, resume):
     checkpoint = Checkpoints(run_dir, config.checkpoint).newest()[0] if resume else None
     step = recovery.read_state(checkpoint)["step"] if checkpoint else None
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
-    rollouts = RolloutGroup([Handle(RolloutWorker(config, inputs.model_path, i)) for i in range(config.rollout.workers)])
+    rollouts = RolloutGroup(config, lambda i: Handle(RolloutWorker(config, inputs.model_path, i)))
     learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None))])
     try:
         await asyncio.gather(rollouts.start(), learner.start())
