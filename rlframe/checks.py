@@ -138,7 +138,7 @@ def _ranges(config: Config) -> None:
         "steps batch_size algorithm.rollouts_per_prompt rollout.workers rollout.max_new_tokens rollout.max_model_len "
         "rollout.max_concurrency rollout.tensor_parallel_size actor.ranks actor.lora.rank actor.micro_batch_tokens "
         "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble eval.size checkpoint.keep_last "
-        "task.reward_workers",
+        "task.reward_workers log.rollouts_tokens",
     )
     _at_least(
         config,
@@ -146,7 +146,7 @@ def _ranges(config: Config) -> None:
         "seed max_staleness reorder_window algorithm.clip_low algorithm.clip_high rollout.top_k rollout.head_size "
         "rollout.max_restarts rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus "
         "critic.warmup_steps critic.vf_coef eval.every eval.temperature checkpoint.every checkpoint.keep_every "
-        "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count",
+        "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb",
     )
     memory = config.task.reward_memory_mb
     _refuse(

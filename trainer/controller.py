@@ -39,6 +39,7 @@ from trainer.checkpoints import Checkpoints
 from trainer.data import PromptStream
 from trainer.failures import RunFailed
 from trainer.metrics import Timers, eval_metrics, rollout_metrics, staleness_metrics
+from trainer.samples import Sample, choose
 from trainer.served import checksum_fault, probe_fault
 from trainer.tracking import Tracker
 from trainer.watchdog import Stuck, Watchdog
@@ -214,7 +215,11 @@ class Controller:
         compute_advantages(batch, algorithm, self.running_mean)
         shared = self.learner.share(batch)
 
-        # 4. K critic updates
+        # 4. what people will see of this batch
+        with timers("sample"):
+            sample = await self.sample(batch)
+
+        # 5. K critic updates
         if algorithm.advantage == "gae":
             self.waits("learn", "the critic's updates")
             with timers("train_critic"):
@@ -222,7 +227,7 @@ class Controller:
                     critic_metrics = await self.learner.update_critic(shared)
             metrics |= critic_metrics.compute()
 
-        # 5. actor update, and weight sync, after which the slots of this batch are free
+        # 6. actor update, and weight sync, after which the slots of this batch are free
         if not actor_rests:
             async with self.policy:
                 self.waits("learn", "the actor's update")
@@ -234,13 +239,22 @@ class Controller:
                     await self.sync_weights(self.rollouts.up())
         self.buffer.release()
 
-        # 6. evaluation and log
+        # 7. evaluation and log
         if self.due(self.config.eval.every) or self.step == self.config.steps:
             with timers("eval"):
                 metrics |= await self.evaluate()
         metrics |= timers.compute(batch, await self.rollouts.stats()) | self.counters() | self.checkpoints.timings()
-        self.tracker.log(self.step, metrics, batch=batch)
+        self.tracker.log(self.step, metrics, sample)
         return True
+
+    async def sample(self, batch: Batch) -> Sample | None:
+        """Now and then, a few trajectories with the log-probabilities of the policy that is about to learn from them."""
+        if not (self.due(self.config.log.rollouts_every) and self.config.log.rollouts_count):
+            return None
+        self.waits("learn", "the policy's view of a sample of rollouts")
+        chosen = choose(batch, self.config.log.rollouts_count)
+        ours = await self.learner.logprobs(self.learner.share(chosen), self.config.rollout.temperature)
+        return Sample(chosen, ours["logprobs"], ours["entropy"])
 
     async def sync_weights(self, workers: Collection[int]) -> None:
         """Push the actor's weights to ``workers``, check that each serves exactly them, and let prompts go to it.
@@ -273,7 +287,9 @@ class Controller:
     async def save(self) -> None:
         """Begin a checkpoint of everything that the next step depends on; it is written beside the next steps."""
         self.waits("learn", "the checkpoint")
-        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self), self.tracker.score(self.step))
+        score = self.tracker.last_score
+        measured = score[1] if score and score[0] == self.step else None
+        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self), measured)
 
     async def watch(self) -> None:
         """Fail with a dump when a step takes too long."""

@@ -183,7 +183,7 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
         WorkerDied: another attempt may succeed.
     """
     placement = plan(config)
-    state = recovery.read_state(checkpoint) if checkpoint else {"step": None, "wandb_id": None}
+    state: dict[str, Any] = recovery.read_state(checkpoint) if checkpoint else {"step": -1, "wandb_id": None}
     start_ray(config, placement.cpus)
     tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
     controller: Controller | None = None
@@ -209,14 +209,16 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
 
 
 async def explain(error: BaseException, controller: Controller | None) -> BaseException:
-    """What ended an attempt: `WorkerDied` if a learner rank is gone, whoever noticed first, else ``error`` itself."""
-    if isinstance(error, RayActorError):
-        return WorkerDied(f"A process of the run died: {str(error).splitlines()[0]}")
-    if controller is not None and not isinstance(error, RunFailed | ConfigError):
-        dead = await controller.learner.dead()
-        if dead:
-            return WorkerDied(f"Learner rank {dead[0]} died.")
-    return error
+    """What ended an attempt: `WorkerDied` if a process is gone that the run cannot replace, else ``error`` itself.
+
+    A rank that lost its peer in a collective may be heard before the death of the peer is, so the ranks are asked.
+    """
+    if isinstance(error, RunFailed | ConfigError):
+        return error
+    dead = await controller.learner.dead() if controller else []
+    if dead:
+        return WorkerDied(f"Learner rank {dead[0]} died.")
+    return WorkerDied(f"A process of the run died: {str(error).splitlines()[0]}") if isinstance(error, RayActorError) else error
 
 
 async def close(controller: Controller) -> None:
