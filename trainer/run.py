@@ -21,6 +21,7 @@ from rlframe.config import Config, ConfigError
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
 from trainer import recovery
+from trainer.cluster import reserve_pools, start_ray
 from trainer.compose import config_hash, load_yaml, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
@@ -29,6 +30,7 @@ from trainer.tracking import Tracker
 from workers.environments import make_environment
 from workers.environments.base import Environment
 from workers.group import LearnerGroup
+from workers.pools import Pool
 from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
 
@@ -113,12 +115,12 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
     if checkpoint:
         state = recovery.read_state(checkpoint)
         step, wandb_id = state["step"], state["wandb_id"]
-    start_ray(config, placement.cpus)
+    start_ray(placement)
     tracker = Tracker(config, run_dir, inputs.tokenizer, step, wandb_id)
     try:
-        placement.check_cluster(ray.cluster_resources())
+        pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
-        controller = await start_workers(config, inputs, run_dir, tracker)
+        controller = await start_workers(config, inputs, run_dir, tracker, pools)
         if checkpoint:
             await controller.learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
@@ -136,11 +138,11 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
         ray.shutdown()
 
 
-async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker) -> Controller:
-    """Start engines and learner ranks side by side and hand them to a controller."""
+async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker, pools: dict[str, Pool]) -> Controller:
+    """Start engines and learner ranks side by side, each in its pool, and hand them to a controller."""
     logs = str(run_dir / "logs")
-    rollouts = RolloutGroup.launch(config, inputs.model_path, logs)
-    learner = LearnerGroup.launch(config, inputs.model_path, logs)
+    rollouts = RolloutGroup.launch(config, inputs.model_path, logs, pools["rollout"])
+    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"])
     limit = config.cluster.startup_timeout_s
     await asyncio.wait_for(asyncio.gather(rollouts.start(), learner.start()), limit)
     return make_controller(config, inputs, run_dir, rollouts, learner, tracker)
@@ -169,18 +171,6 @@ def sync_mode(config: Config) -> str:
     if config.rollout.weight_sync != "auto":
         return config.rollout.weight_sync
     return "merged" if config.actor.mode == "lora" else "full"
-
-
-def start_ray(config: Config, cpus: float) -> None:
-    """Join the cluster of ``cluster.address``, or start a local head (its CPUs are logical: as many as the job asks for)."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves engine and learner beside anything else that runs
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "configure_logging": True}
-    if config.cluster.address is None:
-        local = max(cpus, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=int(-(-local // 1)), include_dashboard=False, **common)
-    else:
-        ray.init(address=config.cluster.address, **common)
 
 
 def on_signal(controller: Controller) -> None:

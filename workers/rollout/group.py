@@ -12,6 +12,7 @@ import ray
 from rlframe.config import Config
 from rlframe.types import Batch, Prompt
 from workers.environments.base import FatalRewardError
+from workers.pools import Pool
 from workers.rollout.engine import Completion, SamplingParams
 from workers.rollout.worker import Collected, RolloutWorker
 
@@ -27,13 +28,17 @@ class RolloutGroup:
         self.in_flight: list[set[int]] = [set() for _ in workers]
 
     @classmethod
-    def launch(cls, config: Config, model_path: str, log_dir: str | None) -> RolloutGroup:
-        """Create the actors; `start` starts their engines."""
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> RolloutGroup:
+        """Create the actors in ``pool``; `start` starts their engines."""
         rollout = config.rollout
         remote: Any = ray.remote(RolloutWorker)
         workers = [
             remote.options(
-                num_cpus=rollout.cpus, num_gpus=rollout.gpus, max_concurrency=rollout.max_concurrency, max_restarts=0
+                num_cpus=rollout.cpus,
+                num_gpus=rollout.gpus,
+                max_concurrency=rollout.max_concurrency,
+                max_restarts=0,
+                **pool.options(i),
             ).remote(config, model_path, i, log_dir and f"{log_dir}/rollout_{i}.log", os.getcwd())
             for i in range(rollout.workers)
         ]
