@@ -248,7 +248,8 @@ class ClusterConfig:
     """Ray."""
 
     address: Optional[str] = None
-    """null: start a local Ray head; ``auto`` or host:port: join a running cluster."""
+    """null: the cluster of RAY_ADDRESS (Ray sets it inside a job), else a Ray head started on this machine; ``local``: the
+    latter in any case; ``auto`` or host:port: join a running cluster."""
     device: str = "auto"
     """``cpu``, ``cuda`` or auto: cuda where ``actor.gpus`` is above 0."""
     startup_timeout_s: float = 600.0

@@ -287,7 +287,9 @@ class Controller:
     async def save(self) -> None:
         """Begin a checkpoint of everything that the next step depends on; it is written beside the next steps."""
         self.waits("learn", "the checkpoint")
-        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self), self.tracker.score(self.step))
+        score = self.tracker.last_score
+        measured = score[1] if score and score[0] == self.step else None
+        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self), measured)
 
     async def watch(self) -> None:
         """Fail with a dump when a step takes too long."""

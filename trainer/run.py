@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import math
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
@@ -25,17 +23,18 @@ from rlframe.config import Config, ConfigError
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
-from trainer import drift, recovery
+from trainer import attempts, drift, recovery
 from trainer.checkpoints import Checkpoints, step_of
+from trainer.cluster import reserve_pools, start_ray
 from trainer.compose import load_yaml, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
-from trainer.failures import RunFailed, WorkerDied
 from trainer.placement import plan
 from trainer.tracking import Tracker
 from workers.environments import make_environment
 from workers.environments.base import Environment
 from workers.group import LearnerGroup
+from workers.pools import Pool
 from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
 
@@ -70,7 +69,7 @@ def train(config: Config) -> Path:
     with occupied(run_dir):
         try:
             replace(run_dir / "config.yaml", to_yaml(config))
-            run_attempts(config, inputs, run_dir, checkpoints, None)
+            attempts.repeat(config, checkpoints, None, partial(attempt, config, inputs, run_dir))
         except BaseException:
             if not any(checkpoints.root.iterdir()):
                 (run_dir / "config.yaml").unlink(missing_ok=True)
@@ -108,7 +107,7 @@ def resume(run: str, overrides: list[str]) -> Path:
         if checkpoint is not None:
             recovery.check_prompts(checkpoint, inputs.stream)
         replace(run_dir / "config.yaml", to_yaml(config))
-        run_attempts(config, inputs, run_dir, checkpoints, checkpoint)
+        attempts.repeat(config, checkpoints, checkpoint, partial(attempt, config, inputs, run_dir))
     return run_dir
 
 
@@ -127,26 +126,6 @@ def occupied(run_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ConfigError(f"Another process is training in {run_dir}; wait for it, or stop it.") from None
         yield
-
-
-def run_attempts(config: Config, inputs: Inputs, run_dir: Path, checkpoints: Checkpoints, checkpoint: Path | None) -> None:
-    """Train from ``checkpoint`` (None: from the start); when a process of the run dies, again from the newest one.
-
-    Raises:
-        RunFailed: processes died more than ``checkpoint.max_failures`` times, or the run cannot go on for another reason.
-    """
-    restarts = recovery.read_state(checkpoint)["faults"].get("learner_restarts", 0) if checkpoint else 0
-    for left in range(config.checkpoint.max_failures, -1, -1):
-        try:
-            return asyncio.run(attempt(config, inputs, run_dir, checkpoint, restarts))
-        except WorkerDied as error:
-            if not left:
-                raise RunFailed(
-                    f"{error} That was more than checkpoint.max_failures={config.checkpoint.max_failures}."
-                ) from None
-            checkpoint, _ = checkpoints.newest()
-            restarts += 1
-            print(f"{error} Starting again from {checkpoint.name if checkpoint else 'step 0'} ({left - 1} more times at most).")
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -183,55 +162,36 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
         WorkerDied: another attempt may succeed.
     """
     placement = plan(config)
-    state = recovery.read_state(checkpoint) if checkpoint else {"step": None, "wandb_id": None}
-    start_ray(config, placement.cpus)
+    state: dict[str, Any] = recovery.read_state(checkpoint) if checkpoint else {"step": -1, "wandb_id": None}
+    start_ray(placement)
     tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
     controller: Controller | None = None
     try:
-        placement.check_cluster(ray.cluster_resources())
+        pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
         inputs.stream.position = 0
-        controller = await start_workers(config, inputs, run_dir, tracker)
+        controller = await start_workers(config, inputs, run_dir, tracker, pools)
         if checkpoint:
             await controller.learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
             tracker.say(f"resumed after step {controller.step} from {checkpoint}")
         controller.faults["learner_restarts"] = restarts
-        on_signal(controller)
+        attempts.on_signal(controller)
         await controller.run()
     except Exception as error:
-        raise await explain(first(error), controller) from None
+        raise await attempts.explain(error, controller) from None
     finally:
         if controller is not None:
-            await close(controller)
+            await attempts.close(controller)
         tracker.close()
         ray.shutdown()
 
 
-async def explain(error: BaseException, controller: Controller | None) -> BaseException:
-    """What ended an attempt: `WorkerDied` if a learner rank is gone, whoever noticed first, else ``error`` itself."""
-    if isinstance(error, RayActorError):
-        return WorkerDied(f"A process of the run died: {str(error).splitlines()[0]}")
-    if controller is not None and not isinstance(error, RunFailed | ConfigError):
-        dead = await controller.learner.dead()
-        if dead:
-            return WorkerDied(f"Learner rank {dead[0]} died.")
-    return error
-
-
-async def close(controller: Controller) -> None:
-    """End the workers in order, within a time limit; a checkpoint that is being written is finished first, if it can be."""
-    with contextlib.suppress(Exception):
-        await asyncio.wait_for(controller.checkpoints.settle(), 60)
-    with contextlib.suppress(Exception):
-        await asyncio.wait_for(asyncio.gather(controller.rollouts.close(), controller.learner.close()), 20)
-
-
-async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker) -> Controller:
-    """Start engines and learner ranks side by side and hand them to a controller."""
+async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker, pools: dict[str, Pool]) -> Controller:
+    """Start engines and learner ranks side by side, each in its pool, and hand them to a controller."""
     logs = str(run_dir / "logs")
-    rollouts = RolloutGroup.launch(config, inputs.model_path, logs)
-    learner = LearnerGroup.launch(config, inputs.model_path, logs)
+    rollouts = RolloutGroup.launch(config, inputs.model_path, logs, pools["rollout"])
+    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"])
     limit = config.cluster.startup_timeout_s
     await asyncio.wait_for(asyncio.gather(rollouts.start(), learner.start()), limit)
     return make_controller(config, inputs, run_dir, rollouts, learner, tracker)
@@ -260,34 +220,3 @@ def sync_mode(config: Config) -> str:
     if config.rollout.weight_sync != "auto":
         return config.rollout.weight_sync
     return "merged" if config.actor.mode == "lora" else "full"
-
-
-def start_ray(config: Config, cpus: float) -> None:
-    """Join the cluster of ``cluster.address``, or start a local head (its CPUs are logical: as many as the job asks for)."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves engine and learner beside anything else that runs
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "configure_logging": True}
-    if config.cluster.address is None:
-        local = max(cpus, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=math.ceil(local), include_dashboard=False, **common)
-    else:
-        ray.init(address=config.cluster.address, **common)
-
-
-def on_signal(controller: Controller) -> None:
-    """SIGTERM and the first Ctrl-C: finish the step, save, leave."""
-
-    def stop() -> None:
-        controller.stop()
-        controller.tracker.say("stopping; a checkpoint is written")
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-
-
-def first(error: BaseException) -> BaseException:
-    """The one exception inside nested groups that ended a run."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rlframe.config import Config
-from rlframe.files import replace
 from trainer import samples
 from trainer.samples import Sample
 
@@ -28,13 +27,12 @@ from trainer.samples import Sample
 class Tracker:
     """Everything that is written about a run while it runs."""
 
-    def __init__(
-        self, config: Config, run_dir: Path, tokenizer: Any, step: int | None = None, wandb_id: str | None = None
-    ) -> None:
-        """``step``: the step resumed from (None: none); what an attempt that died wrote of later steps is dropped."""
+    def __init__(self, config: Config, run_dir: Path, tokenizer: Any, step: int = -1, wandb_id: str | None = None) -> None:
+        """``step``: the last one that is done, -1 if none is; what an attempt that died wrote of later ones is dropped."""
         self.config, self.run_dir, self.tokenizer = config, run_dir, tokenizer
         self.path = run_dir / "metrics.jsonl"
-        _keep_until(run_dir, -1 if step is None else step)
+        _keep_until(self.path, step)
+        samples.drop_after(run_dir / "rollouts", step)
         self.file = self.path.open("a")
         self.notes = (run_dir / "logs" / "controller.log").open("a")
         self.console = Console(quiet=not config.log.console)
@@ -48,10 +46,12 @@ class Tracker:
             transient=True,
             disable=not self.console.is_terminal or not config.log.console,
         )
-        self.bar = self.progress.add_task(config.name, total=config.steps, completed=step or 0)
+        self.bar = self.progress.add_task(config.name, total=config.steps, completed=max(step, 0))
         self.wandb = _start_wandb(config, run_dir, wandb_id)
         self.last_eval: dict[str, float] = {}
-        self.last_eval_step = -1
+        self.last_score: tuple[int, float] | None = None
+        """A step after which the held-out reward was measured, and its mean over tasks."""
+        self.note(f"an attempt begins after step {step}")
 
     @property
     def wandb_id(self) -> str | None:
@@ -74,20 +74,18 @@ class Tracker:
         self.file.flush()
         if self.wandb:
             self.wandb.log(metrics, step=step)
-        rewards = {name: value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")}
+        self.last_eval |= {
+            name: value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")
+        }
+        rewards = [value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")]
         if rewards:
-            self.last_eval, self.last_eval_step = self.last_eval | rewards, step
+            self.last_score = (step, sum(rewards) / len(rewards))
         self.say(console_line(step, self.config.steps, metrics))
         if not self.progress.live.is_started and step < self.config.steps:
             self.progress.start()
         self.progress.update(self.bar, completed=step)
         if sample is not None:
             self._write_sample(step, sample)
-
-    def score(self, step: int) -> float | None:
-        """Held-out reward after ``step`` (the mean over tasks), if it was measured then."""
-        measured = self.last_eval and self.last_eval_step == step
-        return sum(self.last_eval.values()) / len(self.last_eval) if measured else None
 
     def _write_sample(self, step: int, sample: Sample) -> None:
         log = self.config.log
@@ -121,10 +119,7 @@ def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
     return "  ".join(parts)
 
 
-def _keep_until(run_dir: Path, step: int) -> None:
-    """Drop what was recorded of steps after ``step``, and a line that was cut off: they will be done again."""
-    samples.drop_after(run_dir / "rollouts", step)
-    path = run_dir / "metrics.jsonl"
+def _keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
@@ -132,7 +127,9 @@ def _keep_until(run_dir: Path, step: int) -> None:
         with contextlib.suppress(ValueError):
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    replace(path, "".join(kept))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
 
 
 def _has_wandb_key() -> bool:

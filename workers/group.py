@@ -13,6 +13,7 @@ from rlframe.files import Entry
 from rlframe.metrics import Metrics
 from rlframe.types import Batch
 from workers.learner import LearnerRank
+from workers.pools import Pool
 
 
 class LearnerGroup:
@@ -26,8 +27,8 @@ class LearnerGroup:
         self.ranks = ranks
 
     @classmethod
-    def launch(cls, config: Config, model_path: str, log_dir: str | None) -> LearnerGroup:
-        """Create the actors; `start` makes them a group."""
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> LearnerGroup:
+        """Create the actors in ``pool``; `start` makes them a group."""
         actor = config.actor
         remote: Any = ray.remote(concurrency_groups={"files": 1})(LearnerRank)  # type: ignore[call-overload]
         ranks = [
@@ -35,6 +36,7 @@ class LearnerGroup:
                 num_cpus=actor.cpus,
                 num_gpus=actor.gpus,
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(actor.threads), "HF_HUB_OFFLINE": "1"}},
+                **pool.options(rank),
             ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log")
             for rank in range(actor.ranks)
         ]

@@ -90,7 +90,7 @@ async def _attempt(config, run_dir, resume):
     learner_module._node_ip = lambda: "127.0.0.1"
     inputs = read_inputs(config)
     checkpoint = Checkpoints(run_dir, config.checkpoint).newest()[0] if resume else None
-    step = recovery.read_state(checkpoint)["step"] if checkpoint else None
+    step = recovery.read_state(checkpoint)["step"] if checkpoint else -1
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
     rollouts = RolloutGroup(config, lambda i: Handle(RolloutWorker(config, inputs.model_path, i)))
     learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None))])
