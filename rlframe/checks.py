@@ -144,8 +144,8 @@ def _ranges(config: Config) -> None:
         config,
         0,
         "seed max_staleness reorder_window algorithm.clip_low algorithm.clip_high rollout.top_k rollout.head_size "
-        "rollout.max_restarts rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus critic.warmup_steps "
-        "critic.vf_coef eval.every eval.temperature checkpoint.every log.rollouts_every log.rollouts_count",
+        "rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus critic.warmup_steps "
+        "rollout.max_restarts critic.vf_coef eval.every eval.temperature checkpoint.every log.rollouts_every log.rollouts_count",
     )
     memory = config.task.reward_memory_mb
     _refuse(
