@@ -278,6 +278,12 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: int = 3
     """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    keep_best: int = 1
+    """Checkpoints with the highest held-out reward that are kept; only those of steps with an evaluation have one."""
+    max_failures: int = 3
+    """Times that a run starts again by itself from its last checkpoint after a learner rank has died."""
 
 
 @dataclass
@@ -293,7 +299,11 @@ class LogConfig:
     rollouts_every: int = 10
     """Steps between samples of rollouts written to ``rollouts/``; 0: none."""
     rollouts_count: int = 8
-    """Trajectories in such a sample."""
+    """Trajectories in such a sample, from the worst to the best reward of the batch."""
+    rollouts_tokens: int = 2048
+    """Tokens of such a trajectory that are written with all their numbers; of a longer one, its beginning and its end."""
+    rollouts_mb: float = 256.0
+    """Most MiB of all samples together; when they take more, some in the middle of the run are removed."""
     console: bool = True
     """One line a step and a progress bar."""
 

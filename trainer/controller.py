@@ -35,8 +35,11 @@ from rlframe.config import Config
 from rlframe.types import Batch, Prompt
 from trainer import recovery
 from trainer.buffer import Buffer, Slot, State
+from trainer.checkpoints import Checkpoints
 from trainer.data import PromptStream
+from trainer.failures import RunFailed
 from trainer.metrics import Timers, eval_metrics, rollout_metrics, staleness_metrics
+from trainer.samples import Sample, choose
 from trainer.served import checksum_fault, probe_fault
 from trainer.tracking import Tracker
 from trainer.watchdog import Stuck, Watchdog
@@ -49,10 +52,6 @@ from workers.rollout.supervision import WorkerLost
 FAULTS = ("dropped", "timeouts", "reissued", "worker_restarts")
 """What is counted as ``fault/*``: prompts without a trajectory, those of them that took too long, prompts sent again because
 their worker was lost, workers started again."""
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message says why in one sentence."""
 
 
 @dataclass
@@ -68,7 +67,7 @@ class Controller:
     rollouts: RolloutGroup
     learner: LearnerGroup
     tracker: Tracker
-    checkpoints: recovery.Checkpoints
+    checkpoints: Checkpoints
     step: int = 0
     version: int = 0
     resumed: bool = False
@@ -85,6 +84,7 @@ class Controller:
         """Held while the actor's weights are not those of ``version``, or are not yet served."""
         self.failures_in_a_row = 0
         self.syncs = 0
+        self.served = ""
 
     async def run(self) -> None:
         """Train from ``self.step`` to ``config.steps``; returns early, with a checkpoint, when a stop is requested."""
@@ -186,7 +186,9 @@ class Controller:
             self.waits("learn", "logging, evaluation and checkpoint")
             if self.due(self.config.checkpoint.every) and self.step < self.config.steps:
                 await self.save()
+            await self.checkpoints.check()
         await self.save()
+        await self.checkpoints.settle()
 
     async def train_step(self) -> bool:
         """One step, if there is no request to stop; every number in ``timers`` is a metric."""
@@ -213,7 +215,11 @@ class Controller:
         compute_advantages(batch, algorithm, self.running_mean)
         shared = self.learner.share(batch)
 
-        # 4. K critic updates
+        # 4. what people will see of this batch
+        with timers("sample"):
+            sample = await self.sample(batch)
+
+        # 5. K critic updates
         if algorithm.advantage == "gae":
             self.waits("learn", "the critic's updates")
             with timers("train_critic"):
@@ -221,7 +227,7 @@ class Controller:
                     critic_metrics = await self.learner.update_critic(shared)
             metrics |= critic_metrics.compute()
 
-        # 5. actor update, and weight sync, after which the slots of this batch are free
+        # 6. actor update, and weight sync, after which the slots of this batch are free
         if not actor_rests:
             async with self.policy:
                 self.waits("learn", "the actor's update")
@@ -233,13 +239,22 @@ class Controller:
                     await self.sync_weights(self.rollouts.up())
         self.buffer.release()
 
-        # 6. evaluation and log
+        # 7. evaluation and log
         if self.due(self.config.eval.every) or self.step == self.config.steps:
             with timers("eval"):
                 metrics |= await self.evaluate()
-        metrics |= timers.compute(batch, await self.rollouts.stats()) | self.counters()
-        self.tracker.log(self.step, metrics, batch=batch)
+        metrics |= timers.compute(batch, await self.rollouts.stats()) | self.counters() | self.checkpoints.timings()
+        self.tracker.log(self.step, metrics, sample)
         return True
+
+    async def sample(self, batch: Batch) -> Sample | None:
+        """Now and then, a few trajectories with the log-probabilities of the policy that is about to learn from them."""
+        if not (self.due(self.config.log.rollouts_every) and self.config.log.rollouts_count):
+            return None
+        self.waits("learn", "the policy's view of a sample of rollouts")
+        chosen = choose(batch, self.config.log.rollouts_count)
+        ours = await self.learner.logprobs(self.learner.share(chosen), self.config.rollout.temperature)
+        return Sample(chosen, ours["logprobs"], ours["entropy"])
 
     async def sync_weights(self, workers: Collection[int]) -> None:
         """Push the actor's weights to ``workers``, check that each serves exactly them, and let prompts go to it.
@@ -256,7 +271,8 @@ class Controller:
         if fault:
             raise RunFailed(fault)
         await self.rollouts.admit(workers)
-        self.syncs += 1
+        self.syncs, self.served = self.syncs + 1, expected
+        self.tracker.note(f"version {self.version} is served with checksum {expected}")
 
     async def evaluate(self) -> dict[str, float]:
         """Held-out reward under the weights now served."""
@@ -269,9 +285,9 @@ class Controller:
         return eval_metrics(batch, self.config.task.name)
 
     async def save(self) -> None:
-        """Write a checkpoint of everything that the next step depends on."""
+        """Begin a checkpoint of everything that the next step depends on; it is written beside the next steps."""
         self.waits("learn", "the checkpoint")
-        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self))
+        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self), self.tracker.score(self.step))
 
     async def watch(self) -> None:
         """Fail with a dump when a step takes too long."""
