@@ -3,12 +3,11 @@
 import asyncio
 import json
 import os
-import time
-from pathlib import Path
 
 import local
 import pytest
 import ray
+from processes import alive, wait_for
 from ray.cluster_utils import Cluster
 from test_controller import numbers
 
@@ -20,7 +19,6 @@ from workers.group import LearnerGroup
 from workers.rollout.group import RolloutGroup
 
 pytestmark = pytest.mark.slow
-PATIENCE_S = 200
 OPTIONS = [
     "steps=5",
     "max_staleness=0",
@@ -29,19 +27,6 @@ OPTIONS = [
     "task.name=fault_support:Faulty",
     "log.rollouts_every=1",
 ]
-
-
-def wait_for(condition):
-    """Poll until ``condition`` holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def alive(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 class Patient(LearnerGroup):
