@@ -166,6 +166,9 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
     start_ray(placement)
     tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
     controller: Controller | None = None
+    task = asyncio.current_task()
+    assert task is not None
+    attempts.on_signal(tracker, task)
     try:
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
@@ -176,8 +179,10 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
             recovery.restore(controller, checkpoint)
             tracker.say(f"resumed after step {controller.step} from {checkpoint}")
         controller.faults["learner_restarts"] = restarts
-        attempts.on_signal(controller)
+        attempts.on_signal(tracker, task, controller)
         await controller.run()
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     except Exception as error:
         raise await attempts.explain(error, controller) from None
     finally:
