@@ -8,7 +8,7 @@ from typing import Any
 
 HIDDEN = "***"
 _NAME = re.compile(
-    r"(^|[._-])(api_?key|access_?key|private_?key|(?!(eos|bos|pad|stop|unk)_)[a-z]*_?token|secret|passw(or)?d|passphrase"
+    r"(^|[._-])(api[_-]?key|access[_-]?key|private[_-]?key|(?!(eos|bos|pad|stop|unk)_)[a-z]*[_-]?token|secret|passw(or)?d|passphrase"
     r"|credentials?|authorization|bearer)$",
     re.IGNORECASE,
 )

@@ -87,7 +87,18 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
     """Sampled rollouts as a ``wandb.Table``; means are over sampled tokens."""
     import wandb
 
-    columns = ["step", "prompt id", "prompt", "response", "reward", "finish", "oldest version", "advantage", "value", "ratio"]
+    columns: list[Any] = [
+        "step",
+        "prompt id",
+        "prompt",
+        "response",
+        "reward",
+        "finish",
+        "oldest version",
+        "advantage",
+        "value",
+        "ratio",
+    ]
     data: list[Any] = [
         [
             row["step"],

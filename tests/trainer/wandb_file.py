@@ -1,7 +1,7 @@
 """Reads a ``.wandb`` file: wandb's own messages in LevelDB's log format (wandb 0.31 has no reader in Python any more).
 
-A file is a 7-byte header, then blocks of 32 KiB; a record is checksum (4 bytes), length (2), type (1: whole, 2: first, 3: middle,
-4: last) and payload; a rest of a block shorter than a record's header is padding.
+A file is a 7-byte header, then blocks of 32 KiB; a record is checksum (4 bytes), length (2), type (1: whole, 2: first,
+3: middle, 4: last) and payload; a rest of a block shorter than a record's header is padding.
 """
 
 import json
@@ -33,7 +33,14 @@ def records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 
 def _items(items) -> dict:
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+    found: dict = {}
+    for item in items:
+        *outer, last = item.nested_key or [item.key]
+        place = found
+        for name in outer:
+            place = place.setdefault(name, {})
+        place[last] = json.loads(item.value_json)
+    return found
 
 
 class WandbFile:
