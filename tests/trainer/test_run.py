@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from wandb_file import wandb_files
 
 pytestmark = pytest.mark.slow
 COMMON = ["batch_size=16", "eval.size=16", "eval.every=2", "checkpoint.every=2"]
@@ -54,8 +55,10 @@ def test_resume_goes_on_at_the_next_step_in_the_same_wandb_run(vllm_run):
     assert rows[:5] == before
     assert [row["version"] for row in rows[5:]] == [5, 6]
     assert "resumed after step 4" in console
-    ids = {path.name.rsplit("-", 1)[1] for path in (run_dir / "wandb").glob("offline-run-*")}
-    assert len(ids) == 1
+    files = wandb_files(run_dir)
+    assert len({file.id for file in files}) == 1
+    assert [step for file in files for step in file.steps] == [0, 1, 2, 3, 4, 5, 6]
+    assert files[-1].summary["eval/arithmetic/reward"] == rows[-1]["eval/arithmetic/reward"]
 
 
 def test_a_second_run_in_the_same_directory_is_refused(vllm_run):
