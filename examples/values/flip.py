@@ -142,7 +142,9 @@ def rounds_until(rows: Sequence[Row], arm: str, metric: str, above: float, flip:
 
 def main() -> None:
     options = arguments(__doc__, "flip", seeds=3)
-    rows = [row for seed in options.seeds for data in ("sampled", "fixed") for arm in ADVANTAGES for row in run(seed, data, arm)]
+    rows = [
+        row for seed in options.seeds for data in ("sampled", "fixed") for arm in ADVANTAGES for row in run(seed, data, arm)
+    ]
     write(rows, options.out)
     panels = {
         "reward": "mean reward of the batch",

@@ -5,6 +5,7 @@ import math
 import pytest
 from local import run
 
+from trainer import glossary
 from trainer.compose import configs_dir
 
 PRESETS = sorted(path.stem for path in (configs_dir() / "algorithm").glob("*.yaml"))
@@ -24,6 +25,7 @@ def test_every_preset_trains(tmp_path, preset):
     assert all(math.isfinite(row["actor/pg_loss"]) and math.isfinite(row["actor/grad_norm"]) for row in rows[1:])
     assert "eval/arithmetic/reward" in rows[0] and "eval/arithmetic/reward" in rows[-1]
     assert max(row["off_policy/max"] for row in rows[1:]) <= 2
+    assert {name for row in rows for name in row if glossary.find(name) is None} == set(), "docs/metrics.md explains every name"
 
 
 @pytest.mark.slow
