@@ -1,6 +1,6 @@
 """How fast one rollout worker samples, what top-k heads cost, and what a weight sync costs; on the machine it runs on.
 
-    python benchmarks/rollout.py [--model tiny|smollm2] [--engine vllm|torch]
+    python benchmarks/rollout.py [--model tiny|smollm2] [--engine vllm|sglang|torch]
 
 The worker is a Ray actor on a real engine; every time includes the remote calls.
 """
@@ -122,7 +122,7 @@ async def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", choices=["tiny", "smollm2"])
-    parser.add_argument("--engine", default="vllm", choices=["vllm", "torch"])
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang", "torch"])
     parser.add_argument("--log", default="rollout_benchmark.log", help="where the worker and its engine write")
     arguments = parser.parse_args()
     ray.init(address="local", logging_level=logging.ERROR, log_to_driver=False)

@@ -11,28 +11,15 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rlframe.config import AlgorithmConfig, Config, ConfigError, OptimConfig
+from rlframe.engine_checks import check_engine
 
 POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
 ROLLOUT_IS = ("token", "sequence")
 ADVANTAGES = ("gae", "running_mean", "group", "none")
-ENGINES = ("vllm", "torch")
+ENGINES = ("vllm", "sglang", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_FILES = ("jsonl", "parquet")
 GENERATED_TASKS = ("arithmetic", "countdown")
-ENGINE_OWNED = {
-    "model": "model.path decides",
-    "dtype": "rollout.dtype decides",
-    "seed": "seed decides",
-    "max_model_len": "rollout.max_model_len decides",
-    "max_num_seqs": "rollout.max_concurrency decides",
-    "tensor_parallel_size": "rollout.tensor_parallel_size decides",
-    "trust_remote_code": "model.trust_remote_code decides",
-    "logprobs_mode": "the losses need (log-probabilities after temperature)",
-    "max_logprobs": "rollout.head_size needs",
-    "generation_config": "the losses need (no sampling defaults of the model's own)",
-    "worker_extension_cls": "weight sync needs",
-}
-"""Engine arguments that are not the user's: name -> the end of "would overrule what ..."."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
 """Names that architectures give to the output projection."""
 
@@ -54,6 +41,7 @@ def check(config: Config) -> None:
         _sessions,
         _optimisers,
         _devices,
+        check_engine,
     ):
         part(config)
 
@@ -76,6 +64,11 @@ def unused(config: Config) -> dict[str, str]:
             config.task.name in GENERATED_TASKS,
             f"with task.name={config.task.name}, which rewards answers itself",
             [f"task.{key}" for key in ("reward_workers", "reward_timeout_s", "reward_memory_mb", "on_reward_failure")],
+        ),
+        (
+            config.rollout.engine != "sglang",
+            f"with rollout.engine={config.rollout.engine}",
+            ("rollout.server_urls", "rollout.weights_dir"),
         ),
         (config.actor.mode == "full", "with actor.mode=full", ("actor.lora",)),
         (config.critic.mode == "full", "with critic.mode=full", ("critic.lora",)),
@@ -202,9 +195,6 @@ def _sampling(config: Config) -> None:
         f"rollout.temperature={r.temperature} cannot be trained on, since the logits are divided by it; it must be above 0.",
     )
     _refuse(not 0 < r.top_p <= 1, f"rollout.top_p={r.top_p} is out of range; it must be above 0 and at most 1.")
-    for name in r.engine_args:
-        if name in ENGINE_OWNED:
-            raise ConfigError(f"rollout.engine_args.{name} would overrule what {ENGINE_OWNED[name]}; leave it out.")
     _refuse(
         r.max_new_tokens >= r.max_model_len,
         f"rollout.max_new_tokens={r.max_new_tokens} leaves no room for a prompt in rollout.max_model_len={r.max_model_len}; "

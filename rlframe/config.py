@@ -110,7 +110,7 @@ class RolloutConfig:
     """The samplers."""
 
     engine: str = "vllm"
-    """``vllm`` or ``torch``."""
+    """``vllm``, ``sglang`` or ``torch``."""
     workers: int = 1
     """Rollout workers, each one Ray actor that owns one engine."""
     temperature: float = 1.0
@@ -151,6 +151,10 @@ class RolloutConfig:
     """GPUs that one engine spans."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """More arguments of the engine."""
+    server_urls: list[str] = field(default_factory=list)
+    """sglang: addresses of running servers, one for each worker; empty: every worker starts its own."""
+    weights_dir: Optional[str] = None
+    """sglang: folder that new weights pass through, seen by worker and server alike; null: memory of the worker's machine."""
 
 
 @dataclass

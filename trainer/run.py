@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
 from rlframe.config import Config, ConfigError
+from rlframe.engine_checks import check_installed
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
@@ -130,6 +131,8 @@ def occupied(run_dir: Path) -> Iterator[None]:
 
 def read_inputs(config: Config) -> Inputs:
     """Find the model, the tokenizer and the prompts, or raise ConfigError."""
+    if config.cluster.address is None and not config.rollout.server_urls:
+        check_installed(config.rollout.engine)
     model_path = resolve_model(config.model)
     trust = config.model.trust_remote_code
     find_modules_in(os.getcwd())
