@@ -18,7 +18,7 @@ ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_FILES = ("jsonl", "parquet")
-GENERATED_TASKS = ("arithmetic", "countdown")
+GENERATED_TASKS = ("arithmetic", "countdown", "wordle")
 ENGINE_OWNED = {
     "model": "model.path decides",
     "dtype": "rollout.dtype decides",

@@ -12,6 +12,7 @@ from workers.environments.base import Environment
 ENVIRONMENTS = {
     "arithmetic": "workers.environments.arithmetic:Arithmetic",
     "countdown": "workers.environments.countdown:Countdown",
+    "wordle": "workers.environments.wordle:Wordle",
     "jsonl": "workers.environments.prompt_file:PromptFile",
     "parquet": "workers.environments.prompt_file:PromptFile",
 }
