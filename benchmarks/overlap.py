@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +52,7 @@ class Waiting(Arithmetic):
 
     def __init__(self, task, tokenizer, *, seed: int, eval_size: int) -> None:
         self.latency_s = task.options["latency_s"]
-        task.options = {}
-        super().__init__(task, tokenizer, seed=seed, eval_size=eval_size)
+        super().__init__(replace(task, options={}), tokenizer, seed=seed, eval_size=eval_size)
 
     def episode(self, prompt: Prompt) -> Waiting.Episode:
         episode = self.Episode(self.tokenizer, prompt)
