@@ -28,6 +28,8 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 CHILD = Path(__file__).with_name("reward_child.py")
 STARTUP_S = 60.0
 """Longest time that importing the user's module may take."""
+GRACE_S = 10.0
+"""An orphan ends this long after the time limit of its last call, even if the call never returns."""
 MAX_REPLY = 2**20
 
 
@@ -178,7 +180,7 @@ def _spawn(task: TaskConfig, quiet: bool = False) -> tuple[subprocess.Popen[byte
         "reward": BUILT_IN[task.reward][0] if task.reward in BUILT_IN else task.reward,
         "path": [os.path.abspath(entry) for entry in sys.path],
         "memory_mb": task.reward_memory_mb,
-        "timeout_s": task.reward_timeout_s,
+        "alarm_s": task.reward_timeout_s + GRACE_S,
     }
     output = subprocess.DEVNULL if quiet else None
     with theirs:
