@@ -19,7 +19,7 @@ ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "sglang", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_FILES = ("jsonl", "parquet")
-GENERATED_TASKS = ("arithmetic", "countdown")
+GENERATED_TASKS = ("arithmetic", "countdown", "wordle", "reasoning_gym")
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
 """Names that architectures give to the output projection."""
 
@@ -61,7 +61,7 @@ def unused(config: Config) -> dict[str, str]:
         (a.rollout_is is None, "with algorithm.rollout_is=null", ("algorithm.rollout_is_threshold",)),
         (a.lambda_policy != "adaptive", "with a fixed algorithm.lambda_policy", ("algorithm.lambda_alpha",)),
         (
-            config.task.name in GENERATED_TASKS,
+            config.task.name in GENERATED_TASKS and config.task.name != "reasoning_gym",
             f"with task.name={config.task.name}, which rewards answers itself",
             [f"task.{key}" for key in ("reward_workers", "reward_timeout_s", "reward_memory_mb", "on_reward_failure")],
         ),

@@ -39,13 +39,13 @@ class TaskConfig:
     """Where prompts come from and how answers are rewarded."""
 
     name: str = "arithmetic"
-    """Name of the environment: arithmetic, countdown, jsonl, parquet."""
+    """Name of the environment: arithmetic, countdown, wordle, reasoning_gym, jsonl, parquet; or ``module:factory``."""
     train: Optional[str] = None
     """File of training prompts (jsonl, parquet)."""
     eval: Optional[str] = None
     """File of held-out prompts; without one, ``eval.size`` problems are held out from ``train``."""
     reward: Optional[str] = None
-    """Reward function of a prompt file, as ``module:function``; the current directory is searched, too."""
+    """Reward function of a prompt file: ``module:function`` (the current directory is searched, too), or ``math``."""
     reward_workers: int = 2
     """Processes that run the reward function, for each rollout worker."""
     reward_timeout_s: float = 30.0

@@ -146,6 +146,12 @@ def read_inputs(config: Config) -> Inputs:
                 f"The prompt {problem.id} has {len(problem.tokens)} tokens, which leaves no room for an answer in "
                 f"rollout.max_model_len={config.rollout.max_model_len}; raise it or leave the prompt out."
             )
+    needed = getattr(environment, "answer_tokens", 1)
+    if config.rollout.max_new_tokens < needed:
+        raise ConfigError(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}, but an answer of task={config.task.name} takes up to "
+            f"{needed} tokens; raise it."
+        )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
     vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
     return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+
 class _Missing:
     """A function, class or constant that is not there."""
 

@@ -24,7 +24,7 @@ import torch
 from rlframe.checksum import bit_sum
 from workers.rollout import sglang_cpu
 from workers.rollout.owner import end_with_owner
-from workers.rollout.sglang_wire import CHECKSUM_PREFIX
+from workers.rollout.sglang_wire import ADAPTER_PREFIX, CHECKSUM_PREFIX
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     sglang_cpu.install()
