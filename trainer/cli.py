@@ -55,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="single settings to change, such as steps=500")
     resume.set_defaults(run=_resume)
 
+    serve = commands.add_parser(
+        "serve", help="serve the API of the tinker SDK", description="Serve sessions and samplers over HTTP (docs/server.md)."
+    )
+    serve.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, such as model=smollm2 server.port=8000")
+    serve.set_defaults(run=_serve)
+
     presets = commands.add_parser("presets", help="list the algorithms", description="List the presets of algorithm=...")
     presets.add_argument("--markdown", action="store_true", help="a table for the documentation")
     presets.set_defaults(run=_presets)
@@ -84,6 +90,18 @@ def _resume(arguments: argparse.Namespace) -> None:
     from trainer.run import resume
 
     resume(arguments.run_dir, arguments.overrides)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from rlframe.config import ConfigError
+    from trainer.compose import compose
+
+    config = compose(arguments.overrides)
+    try:
+        from trainer.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"rlframe serve needs the package {error.name}: pip install 'rlframe[server]'.") from None
+    serve(config)
 
 
 def _presets(arguments: argparse.Namespace) -> None:
