@@ -1,7 +1,8 @@
 """Models of clients: sessions on the ranks, created, trained, saved, put to sleep and woken.
 
 A model in memory is a session of the same name on every rank. One that nobody has asked for in a while lies on disk, and its
-next call brings it back. A gradient that no optimiser step has used is not kept over that. The order of calls is `trainer.server.scheduler`.
+next call brings it back. A gradient that no optimiser step has used is not kept over that. The order of calls is
+`trainer.server.scheduler`.
 """
 
 from __future__ import annotations

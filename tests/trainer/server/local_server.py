@@ -13,7 +13,6 @@ from trainer.compose import compose
 from trainer.server.app import make_app
 from trainer.server.auth import Keys
 from trainer.server.serve import Base, make_service
-from workers import learner as learner_module
 from workers.rollout.sampler import SamplerGroup, SamplerWorker
 from workers.session_rank import SessionGroup, SessionRank
 
@@ -41,6 +40,16 @@ class _Method:
         return asyncio.get_running_loop().run_in_executor(self._thread, self._function, *args)
 
 
+class LocalRank(SessionRank):
+    """One rank without a process group, so that several servers can live in one process."""
+
+    def join(self, address):
+        self.mesh = None
+
+    def close(self):
+        pass
+
+
 class LocalGroup(SessionGroup):
     def share(self, batch):
         return batch
@@ -49,11 +58,11 @@ class LocalGroup(SessionGroup):
 class LocalServer:
     """Serves until `stop`; ``folder`` is where it keeps its state, so that another one can go on from it."""
 
-    def __init__(self, folder: Path, *overrides: str):
+    def __init__(self, folder: Path, *overrides: str, port: int = 0):
         settings = [f"run_dir={folder}", "rollout=torch", "server.port=0", "log.wandb=disabled", *overrides]
         self.config = compose(settings)
         check(self.config)
-        self.folder = folder
+        self.folder, self.port = folder, port
         self._started = threading.Event()
         self._failure = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -71,23 +80,23 @@ class LocalServer:
             raise
 
     async def _serve(self):
-        learner_module._node_ip = lambda: "127.0.0.1"
         self.base = Base.read(self.config)
-        self.rank = SessionRank(self.config, self.base.path, 0, None)
+        self.rank = LocalRank(self.config, self.base.path, 0, None)
         self.samplers = [SamplerWorker(self.config, self.base.path, i, None) for i in range(self.config.rollout.workers)]
         group, samplers = LocalGroup([Handle(self.rank)]), SamplerGroup([Handle(worker) for worker in self.samplers])
-        await asyncio.gather(group.start(), samplers.start())
+        await asyncio.gather(group._all("start", ""), samplers.start())
         keys = Keys({ALICE: "alice", BOB: "bob"})
         self.service = await make_service(self.config, self.base, keys, self.folder / "state", group, samplers)
         app = make_app(self.service, self.config.server.max_request_mb * 2**20)
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self.service.start()
-        http = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off"))
+        http = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="warning", access_log=False, lifespan="off"))
         http.install_signal_handlers = lambda: None
         listening = asyncio.create_task(http._serve())
         while not http.started:
             await asyncio.sleep(0.01)
-        self.url = f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
+        self.port = http.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         self._started.set()
         await self._stop.wait()
         await self.service.stop()
