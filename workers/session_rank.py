@@ -31,8 +31,11 @@ class SessionRank(LearnerRank):
         return self.backbone.adapters.linear_modules()
 
     def create_session(self, name: str, spec: SessionSpec) -> None:
-        """Add a session; a `ConfigError` leaves nothing behind."""
+        """Add a session; a `ConfigError` leaves nothing behind. Patterns may name a value head that it gets later."""
+        later = [pattern for pattern in spec.frozen_patterns if pattern.startswith("value_head")]
+        spec.frozen_patterns = [pattern for pattern in spec.frozen_patterns if pattern not in later]
         self.backbone.create_session(name, spec)
+        spec.frozen_patterns += later
 
     def delete_session(self, name: str) -> None:
         """Remove a session and its memory."""

@@ -128,9 +128,9 @@ LOSSES: dict[str, LossKind] = {
     "dis": LossKind("lm_head", _POLICY, ("weights",), {"clip_low_threshold": 0.7, "clip_high_threshold": 6.0}, rule=dis),
     "dro": LossKind("lm_head", _POLICY, ("weights",), {"beta": 0.05}, rule=dro),
     "value_loss": LossKind(
-        "value_head", ("returns",), ("weights", "old_values", "target_tokens"), {"vf_coef": 1.0, "clip_range": _OFF}
+        "value_head", ("returns",), ("weights", "old_values", *_POLICY), {"vf_coef": 1.0, "clip_range": _OFF}
     ),
-    "value_prediction": LossKind("value_head", (), ("weights", "target_tokens", "returns", "old_values"), trains=False),
+    "value_prediction": LossKind("value_head", (), ("weights", "returns", "old_values", *_POLICY), trains=False),
 }
 """Loss names of the API."""
 

@@ -102,7 +102,9 @@ def _check_inputs(d: int, datum: Datum, kind: LossKind, request: PassRequest) ->
                 f"Datum {d}: loss_fn_inputs has {name!r}, which loss_fn={request.loss!r} does not take; it takes "
                 f"{', '.join(allowed)}."
             )
-        if array.shape != wanted and (kind.needs == "lm_head" or name != "target_tokens"):
+        if kind.needs == "value_head" and name in LOSSES["ppo"].required:
+            continue  # the policy's inputs, on data that both models are given
+        if array.shape != wanted:
             raise UserError(f"Datum {d}: loss_fn_inputs[{name!r}] has shape {list(array.shape)} instead of {list(wanted)}.")
         counts = np.ones(array.shape, bool) if name == "weights" else weights_of(datum, array.shape) != 0
         if name != "target_tokens" and not np.isfinite(array[counts]).all():

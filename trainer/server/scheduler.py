@@ -106,10 +106,14 @@ class Scheduler:
                 self._turns.append(line)
             await _execute(call)
 
-    async def drain(self) -> None:
-        """Take no more calls, and return when those that could run have run."""
-        self.stopping = True
+    async def idle(self) -> None:
+        """Return when every call that could run has run."""
         await self._idle.wait()
+
+    async def drain(self) -> None:
+        """Take no more calls, and run those that can."""
+        self.stopping = True
+        await self.idle()
 
 
 async def _execute(call: Call) -> None:

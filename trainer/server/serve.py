@@ -44,7 +44,10 @@ class Base:
         """Find the model, or raise ConfigError."""
         path = resolve_model(config.model)
         trust = config.model.trust_remote_code
-        model = AutoConfig.from_pretrained(path, trust_remote_code=trust).get_text_config()
+        config_of_model = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        if getattr(config_of_model, "quantization_config", None):
+            raise ConfigError(f"{path} holds a quantised model, which cannot be trained; serve its full-precision version.")
+        model = config_of_model.get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
         ends = model.eos_token_id if isinstance(model.eos_token_id, list) else [model.eos_token_id]
         eos = {token for token in (*ends, tokenizer.eos_token_id) if token is not None}

@@ -10,8 +10,8 @@ class Wire:
     def __init__(self, server, key=ALICE):
         self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": key}, timeout=120)
 
-    def post(self, path, **body):
-        return self.http.post(f"/{path}", json=body)
+    def post(self, route, **body):
+        return self.http.post(f"/{route}", json=body)
 
     def forward_backward(self, model, seq, data, loss="cross_entropy", forward_only=False):
         body = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=None)

@@ -13,15 +13,19 @@ from transformers import AutoModelForCausalLM
 LOSSES = {
     "cross_entropy": lambda lp, d, c: -(d["weights"] * lp),
     "importance_sampling": lambda lp, d, c: -(torch.exp(lp - d["logprobs"]) * d["advantages"]),
-    "ppo": lambda lp, d, c: -torch.minimum(
-        torch.exp(lp - d["logprobs"]) * d["advantages"],
-        torch.exp(lp - d["logprobs"]).clamp(c.get("clip_low_threshold", 0.8), c.get("clip_high_threshold", 1.2))
-        * d["advantages"],
+    "ppo": lambda lp, d, c: (
+        -torch.minimum(
+            torch.exp(lp - d["logprobs"]) * d["advantages"],
+            torch.exp(lp - d["logprobs"]).clamp(c.get("clip_low_threshold", 0.8), c.get("clip_high_threshold", 1.2))
+            * d["advantages"],
+        )
     ),
-    "cispo": lambda lp, d, c: -(
-        torch.exp(lp - d["logprobs"]).clamp(c.get("clip_low_threshold", 0.0), c.get("clip_high_threshold", 4.0)).detach()
-        * lp
-        * d["advantages"]
+    "cispo": lambda lp, d, c: (
+        -(
+            torch.exp(lp - d["logprobs"]).clamp(c.get("clip_low_threshold", 0.0), c.get("clip_high_threshold", 4.0)).detach()
+            * lp
+            * d["advantages"]
+        )
     ),
     "dis": lambda lp, d, c: -(_band(torch.exp(lp - d["logprobs"]).detach(), c) * lp * d["advantages"]),
     "dro": lambda lp, d, c: -(lp * d["advantages"] - 0.5 * c.get("beta", 0.05) * (lp - d["logprobs"]) ** 2),

@@ -47,7 +47,6 @@ def test_without_its_optimiser_the_moments_start_again(server, client):
         torch.testing.assert_close(factor, reference.factors()[name], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_state_can_be_loaded_into_a_model_that_exists(server, client):
     model, other = new_model(client), new_model(client, seed=2)
     train(model, 1)
@@ -64,18 +63,14 @@ def test_a_state_can_be_loaded_into_a_model_that_exists(server, client):
         new_model(client, rank=8).load_state(path).result()
 
 
-def test_a_saved_model_is_what_it_was(client):
+def test_a_saved_model_is_what_it_was(server, client):
     model = new_model(client, rank=3, train_attn=False)
     path = model.save_state("s", user_metadata={"note": "x"}).result().path
     resumed = client.create_training_client_from_state(path).result()
     assert resumed.get_info().lora_rank == 3
-    info = tinker.RestClient(holder_of(client)).get_weights_info_by_tinker_path(path).result()
+    info = server.rest().get_weights_info_by_tinker_path(path).result()
     assert (info.base_model, info.lora_rank, info.train_attn, info.train_mlp) == ("tiny", 3, False, True)
     assert info.train_unembed is False, "the tiny model ties its head, so there is nothing to train"
-
-
-def holder_of(client):
-    return client.holder
 
 
 def test_checkpoints_are_listed_and_deleted(server, client):
@@ -117,7 +112,7 @@ def test_weights_can_be_copied(server, client):
     model = new_model(client)
     train(model, 1)
     path = model.save_state("mine").result().path
-    copy = server.rest().copy_weights(path).result()
+    copy = server.rest().copy_weights(path, "any-project").result()
     assert copy != path
     server.rest().delete_checkpoint_from_tinker_path(path).result()
     resumed = client.create_training_client_from_state(copy).result()
