@@ -1,4 +1,4 @@
-"""What a user would write without a server: transformers, peft, torch.optim and the losses' definitions, one datum at a time."""
+"""What a user would write without a server: transformers, peft, torch.optim and the definitions of the losses, datum by datum."""
 
 import json
 from pathlib import Path
