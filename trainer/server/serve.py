@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoTokenizer
 from rlframe.checks import check
 from rlframe.config import Config, ConfigError
 from rlframe.models import resolve_model
+from trainer.cluster import reserve_pools, start_ray
 from trainer.placement import plan
-from trainer.run import start_ray
 from trainer.server.app import make_app
 from trainer.server.auth import read_keys
 from trainer.server.data import Limits
@@ -69,12 +69,12 @@ async def _serve(config: Config) -> None:
     base, run_dir = Base.read(config), Path(config.run_dir).absolute()
     keys, own_key = read_keys(config.server.keys_file, run_dir)
     placement = plan(config)
-    start_ray(config, placement.cpus)
+    start_ray(placement)
     try:
-        placement.check_cluster(ray.cluster_resources())
+        pools = reserve_pools(placement, config.cluster.startup_timeout_s, print)
         logs = str(run_dir / "logs")
-        group = SessionGroup.launch(config, base.path, logs)
-        samplers = SamplerGroup.launch(config, base.path, logs)
+        group = SessionGroup.launch(config, base.path, logs, pools["learner"])
+        samplers = SamplerGroup.launch(config, base.path, logs, pools["rollout"])
         await asyncio.wait_for(asyncio.gather(group.start(), samplers.start()), config.cluster.startup_timeout_s)
         service = await make_service(config, base, keys, run_dir / "state", group, samplers)
         await _listen(config, service, own_key)

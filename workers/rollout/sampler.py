@@ -14,6 +14,7 @@ import numpy as np
 import ray
 
 from rlframe.config import Config, ConfigError
+from workers.pools import Pool
 from workers.process import redirect_output
 from workers.rollout.adapters import AdapterEngine, PromptScores, ScoreRequest, ServedAdapter
 from workers.rollout.engine import Completion, SamplingParams
@@ -107,14 +108,16 @@ class SamplerGroup:
         self._load = [0] * len(self.workers)
 
     @classmethod
-    def launch(cls, config: Config, model_path: str, log_dir: str | None) -> SamplerGroup:
-        """Create the actors; `start` starts their engines."""
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> SamplerGroup:
+        """Create the actors in ``pool``; `start` starts their engines."""
         rollout = config.rollout
         remote: Any = ray.remote(SamplerWorker)
         options = {"num_cpus": rollout.cpus, "num_gpus": rollout.gpus, "max_concurrency": rollout.max_concurrency}
         return cls(
             [
-                remote.options(**options).remote(config, model_path, i, log_dir and f"{log_dir}/sampler_{i}.log")
+                remote.options(**options, **pool.options(i)).remote(
+                    config, model_path, i, log_dir and f"{log_dir}/sampler_{i}.log"
+                )
                 for i in range(rollout.workers)
             ]
         )

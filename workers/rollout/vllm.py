@@ -89,6 +89,8 @@ class VLLMEngine:
         if self._serves_adapters:
             slots = min(rank for rank in LORA_RANKS if rank >= max_lora_rank)
             self._args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
+        if tensor_parallel_size > 1:  # inside a placement group vLLM would ask Ray for GPUs beside those of its own bundle
+            self._args["distributed_executor_backend"] = "mp"
         self._args |= engine_args or {}
         self._request_numbers = itertools.count()
         self._in_flight = 0

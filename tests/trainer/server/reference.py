@@ -1,4 +1,4 @@
-"""What a user would write without a server: transformers, peft, torch.optim and the definitions of the losses, datum by datum."""
+"""What a user would write without a server: transformers, peft, torch.optim and the losses as they are defined."""
 
 import json
 from pathlib import Path
