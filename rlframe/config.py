@@ -314,6 +314,33 @@ class LogConfig:
 
 
 @dataclass
+class ServerConfig:
+    """``rlframe serve``: the HTTP API in front of sessions and samplers."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0: any free one."""
+    keys_file: Optional[str] = None
+    """File of API keys, a line each: a key that begins with ``tml-``, or a user's name and a key; null: one key is made up and
+    kept in the run directory."""
+    lora_alpha: float = 32.0
+    """Scale of the adapters: alpha / rank * B A."""
+    max_rank: int = 64
+    """Largest rank that a client may ask for."""
+    max_models: int = 64
+    """Most models in memory; more are put to sleep on disk, longest unused first."""
+    max_loras: int = 8
+    """Most adapters that a sampler holds ready at once."""
+    max_request_mb: int = 64
+    """Largest body of a request."""
+    idle_timeout_s: float = 1800.0
+    """After this long without a sign of its client a model is saved and leaves memory, until it is asked for again."""
+    result_ttl_s: float = 900.0
+    """How long the result of a request is kept for its client."""
+
+
+@dataclass
 class Config:
     """A whole job."""
 
@@ -342,6 +369,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
 
 def critic_names(config: Config) -> tuple[str, ...]:

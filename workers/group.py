@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import ray
@@ -22,15 +22,18 @@ class LearnerGroup:
     A batch argument is what `share` returned.
     """
 
+    rank_class: type = LearnerRank
+    """What runs on every rank."""
+
     def __init__(self, ranks: list[Any]) -> None:
         """``ranks``: handles of `LearnerRank` actors, in rank order."""
         self.ranks = ranks
 
     @classmethod
-    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> LearnerGroup:
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> Self:
         """Create the actors in ``pool``; `start` makes them a group."""
         actor = config.actor
-        remote: Any = ray.remote(concurrency_groups={"files": 1})(LearnerRank)  # type: ignore[call-overload]
+        remote: Any = ray.remote(concurrency_groups={"files": 1})(cls.rank_class)  # type: ignore[call-overload]
         ranks = [
             remote.options(
                 num_cpus=actor.cpus,
@@ -42,7 +45,7 @@ class LearnerGroup:
         ]
         return cls(ranks)
 
-    def share(self, batch: Batch) -> Any:
+    def share(self, batch: Any) -> Any:
         """Put a batch where all ranks can read it, once."""
         return ray.put(batch)
 

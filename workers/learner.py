@@ -44,13 +44,17 @@ class LearnerRank:
             s.bind(("", 0))
             return f"tcp://{_node_ip()}:{s.getsockname()[1]}"
 
-    def start(self, address: str) -> None:
-        """Join the process group and build backbones, sessions and roles."""
+    def join(self, address: str) -> None:
+        """Join the process group and seed this process."""
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo", init_method=address, rank=self.rank, world_size=self.ranks
         )
         self.mesh = init_device_mesh(self.device.type, (self.ranks,))
         _seed_everything(self.config.seed * 1000 + self.rank)
+
+    def start(self, address: str) -> None:
+        """Join the process group and build backbones, sessions and roles."""
+        self.join(address)
         actor, critic = self.config.actor, self.config.critic
         policy_backbone = self._backbone(trainable=actor.mode == "full")
         spec = SessionSpec(
