@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass, field
 
 from rlframe.advantages import RunningMean, compute_advantages
-from rlframe.config import Config
+from rlframe.config import Config, serves_other_weights
 from rlframe.types import Batch, Prompt
 from trainer import recovery
 from trainer.buffer import Buffer, Slot, State
@@ -190,7 +190,8 @@ class Controller:
         rollout = self.config.rollout
         update, expected = await self.learner.weight_update(self.version, self.sync_mode, rollout.dtype)
         fault = checksum_fault(await self.rollouts.update_weights(update), expected, self.version)
-        if not fault and rollout.probe_every and self.syncs % rollout.probe_every == 0:
+        probed = rollout.probe_every and self.syncs % rollout.probe_every == 0 and not serves_other_weights(rollout)
+        if not fault and probed:
             prompt = self.eval_prompts[0].tokens
             completions = await self.rollouts.probe(prompt, self.head_size)
             fault = await probe_fault(completions, prompt, self.learner, rollout.temperature, rollout.probe_tolerance)

@@ -17,7 +17,7 @@ import ray
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
-from rlframe.config import Config, ConfigError
+from rlframe.config import Config, ConfigError, serves_other_weights
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
 from trainer import recovery
@@ -165,10 +165,10 @@ def make_controller(
 
 
 def sync_mode(config: Config) -> str:
-    """How weights travel: as configured, or by what the actor trains."""
+    """How weights travel: as configured, or by what the actor trains and the engines are to serve."""
     if config.rollout.weight_sync != "auto":
         return config.rollout.weight_sync
-    return "merged" if config.actor.mode == "lora" else "full"
+    return "full" if config.actor.mode == "full" or serves_other_weights(config.rollout) else "merged"
 
 
 def start_ray(config: Config, cpus: float) -> None:
