@@ -141,14 +141,16 @@ def _ranges(config: Config) -> None:
         "steps batch_size algorithm.rollouts_per_prompt rollout.workers rollout.max_new_tokens rollout.max_model_len "
         "rollout.max_concurrency rollout.tensor_parallel_size actor.ranks actor.lora.rank actor.micro_batch_tokens "
         "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble eval.size checkpoint.keep_last "
-        "task.reward_workers",
+        "task.reward_workers log.rollouts_tokens",
     )
     _at_least(
         config,
         0,
-        "seed max_staleness algorithm.clip_low algorithm.clip_high rollout.top_k rollout.head_size "
-        "rollout.probe_every rollout.probe_tolerance rollout.weight_noise rollout.cpus rollout.gpus actor.cpus actor.gpus critic.warmup_steps "
-        "critic.vf_coef eval.every eval.temperature checkpoint.every log.rollouts_every log.rollouts_count",
+        "seed max_staleness reorder_window algorithm.clip_low algorithm.clip_high rollout.top_k rollout.head_size "
+        "rollout.max_restarts rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus "
+        "critic.warmup_steps critic.vf_coef eval.every eval.temperature checkpoint.every checkpoint.keep_every "
+        "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb "
+        "rollout.weight_noise",
     )
     memory = config.task.reward_memory_mb
     _refuse(
@@ -162,6 +164,12 @@ def _ranges(config: Config) -> None:
         ("cluster.watchdog_s", config.cluster.watchdog_s),
     ):
         _refuse(not seconds > 0, f"{key}={seconds} is out of range; it must be above 0.")
+    every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
+    _refuse(
+        keep_every > 0 and every > 0 and keep_every % every != 0,
+        f"checkpoint.keep_every={keep_every} is not a multiple of checkpoint.every={every}, so the steps it names have no "
+        "checkpoint; choose a multiple.",
+    )
     warmup, steps = config.critic.warmup_steps, config.steps
     _refuse(
         config.algorithm.advantage == "gae" and warmup >= steps,
@@ -300,6 +308,12 @@ def _advantage(config: Config) -> None:
         config.batch_size % per != 0,
         f"algorithm.rollouts_per_prompt={per} does not divide batch_size={config.batch_size}, so a group would be cut; "
         f"set batch_size to a multiple of {per}.",
+    )
+    room = config.max_staleness * config.batch_size // per
+    _refuse(
+        config.reorder_window > room,
+        f"reorder_window={config.reorder_window} takes more than the {room} prompts that max_staleness={config.max_staleness} "
+        "lets run ahead of the batch in training; lower reorder_window or raise max_staleness.",
     )
     _refuse(
         a.normalize_advantages and a.advantage != "group",

@@ -133,7 +133,8 @@ class RolloutConfig:
     dtype: str = "float32"
     """Dtype of the engine's weights."""
     quantize: Optional[str] = None
-    """Round what is served to ``int8``, ``int4``, ``int3`` or ``fp8`` per output channel: a stand-in for a low-precision engine."""
+    """Round what is served to ``int8``, ``int4``, ``int3`` or ``fp8`` per output channel: a stand-in for a low-precision
+    engine. Held-out problems are then answered by one more engine, under the actor's own weights."""
     weight_noise: float = 0.0
     """Noise on what is served, drawn anew at every sync, relative to the root mean square of an output channel."""
     max_concurrency: int = 256
@@ -144,7 +145,10 @@ class RolloutConfig:
     probe_tolerance: float = 1e-3
     """Largest difference accepted by that comparison, nats (raise it for bfloat16 engines)."""
     timeout_s: float = 600.0
-    """Longest time one episode or one engine call may take."""
+    """Longest time one episode or one engine call may take; a worker that does not answer for so long is started again."""
+    max_restarts: int = 5
+    """Times that one rollout worker is started again after its process, its engine or its node was lost; then the run goes on
+    with the others, and ends when none is left."""
     cpus: float = 1.0
     """CPUs that Ray reserves for a worker."""
     gpus: float = 0.0
@@ -256,7 +260,8 @@ class ClusterConfig:
     startup_timeout_s: float = 600.0
     """Longest time the engines and ranks may take to start."""
     watchdog_s: float = 900.0
-    """A step that takes longer than this ends the run with a dump of what waits for what."""
+    """Longest time that a step may wait for one thing; at half of it a sentence says what waits for what, at all of it the run
+    ends with a dump."""
 
 
 @dataclass
@@ -279,6 +284,12 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: int = 3
     """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    keep_best: int = 1
+    """Checkpoints with the highest held-out reward that are kept; only those of steps with an evaluation have one."""
+    max_failures: int = 3
+    """Times that a run starts again by itself from its last checkpoint after a learner rank has died."""
 
 
 @dataclass
@@ -294,7 +305,11 @@ class LogConfig:
     rollouts_every: int = 10
     """Steps between samples of rollouts written to ``rollouts/``; 0: none."""
     rollouts_count: int = 8
-    """Trajectories in such a sample."""
+    """Trajectories in such a sample, from the worst to the best reward of the batch."""
+    rollouts_tokens: int = 2048
+    """Tokens of such a trajectory that are written with all their numbers; of a longer one, its beginning and its end."""
+    rollouts_mb: float = 256.0
+    """Most MiB of all samples together; when they take more, some in the middle of the run are removed."""
     console: bool = True
     """One line a step and a progress bar."""
 
@@ -315,6 +330,9 @@ class Config:
     """Trajectories per step."""
     max_staleness: int = 2
     """Policy versions that a trajectory may lag when it is trained on; 0: synchronous."""
+    reorder_window: int = 0
+    """Prompts by which training may run ahead of the oldest unfinished rollout, so that a slow one does not hold up the batch;
+    they are taken from the prompts in flight, so that ``max_staleness`` holds. 0: strict order of admission."""
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

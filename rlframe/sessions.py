@@ -30,6 +30,7 @@ from rlframe.optim import (
     learning_rate,
     reduce_gradients,
 )
+from rlframe.session_io import Snapshot
 from rlframe.types import Batch
 from rlframe.value_head import ValueHead
 
@@ -184,11 +185,15 @@ class Session:
         """
         session_io.save(self, Path(directory))
 
+    def snapshot(self) -> Snapshot:
+        """Copy to host memory what `save` would write; its `Snapshot.write` needs no other rank and no stop of training."""
+        return session_io.snapshot(self)
+
     def load(self, directory: str) -> None:
         """Go on from what `save` wrote, on any number of ranks; the accumulator is emptied.
 
         Raises:
-            ConfigError: the files belong to a session with other parameters.
+            ConfigError: the files belong to a session with other parameters, or over another frozen base.
         """
         session_io.load(self, Path(directory))
         self.zero_grad()

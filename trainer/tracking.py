@@ -16,22 +16,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rlframe.config import Config
-from rlframe.types import Batch
+from rlframe.files import replace
+from trainer import samples
+from trainer.samples import Sample
 
 
 class Tracker:
     """Everything that is written about a run while it runs."""
 
-    def __init__(self, config: Config, run_dir: Path, tokenizer: Any, step: int = 0, wandb_id: str | None = None) -> None:
-        """``step``: the step resumed from; lines of later steps, written by an attempt that died, are dropped."""
+    def __init__(
+        self, config: Config, run_dir: Path, tokenizer: Any, step: int | None = None, wandb_id: str | None = None
+    ) -> None:
+        """``step``: the step resumed from (None: none); what an attempt that died wrote of later steps is dropped."""
         self.config, self.run_dir, self.tokenizer = config, run_dir, tokenizer
         self.path = run_dir / "metrics.jsonl"
-        _keep_until(self.path, step)
+        _keep_until(run_dir, -1 if step is None else step)
         self.file = self.path.open("a")
         self.notes = (run_dir / "logs" / "controller.log").open("a")
         self.console = Console(quiet=not config.log.console)
@@ -45,9 +48,10 @@ class Tracker:
             transient=True,
             disable=not self.console.is_terminal or not config.log.console,
         )
-        self.bar = self.progress.add_task(config.name, total=config.steps, completed=step)
+        self.bar = self.progress.add_task(config.name, total=config.steps, completed=step or 0)
         self.wandb = _start_wandb(config, run_dir, wandb_id)
         self.last_eval: dict[str, float] = {}
+        self.last_eval_step = -1
 
     @property
     def wandb_id(self) -> str | None:
@@ -63,42 +67,32 @@ class Tracker:
         self.notes.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
         self.notes.flush()
 
-    def log(self, step: int, metrics: dict[str, float], batch: Batch | None = None) -> None:
+    def log(self, step: int, metrics: dict[str, float], sample: Sample | None = None) -> None:
         """Record a step everywhere; numbers that are not finite become null in the file."""
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.file.write(json.dumps({"step": step, **row}) + "\n")
         self.file.flush()
         if self.wandb:
             self.wandb.log(metrics, step=step)
-        self.last_eval |= {
-            name: value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")
-        }
+        rewards = {name: value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")}
+        if rewards:
+            self.last_eval, self.last_eval_step = self.last_eval | rewards, step
         self.say(console_line(step, self.config.steps, metrics))
         if not self.progress.live.is_started and step < self.config.steps:
             self.progress.start()
         self.progress.update(self.bar, completed=step)
-        every = self.config.log.rollouts_every
-        if batch is not None and every and step % every == 0:
-            self._write_rollouts(step, batch)
+        if sample is not None:
+            self._write_sample(step, sample)
 
-    def _write_rollouts(self, step: int, batch: Batch) -> None:
-        rows = []
-        for b in range(min(self.config.log.rollouts_count, len(batch))):
-            t = batch.trajectory(b)
-            first = int(np.argmax(t.action_mask))
-            rows.append(
-                {
-                    "step": step,
-                    "prompt_id": t.prompt_id,
-                    "prompt": self.tokenizer.decode(t.tokens[:first]),
-                    "response": self.tokenizer.decode(t.tokens[first:]),
-                    "reward": t.reward,
-                    "finish": t.finish,
-                    "versions": [int(t.versions[t.action_mask].min()), int(t.versions[t.action_mask].max())],
-                }
-            )
-        path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    def score(self, step: int) -> float | None:
+        """Held-out reward after ``step`` (the mean over tasks), if it was measured then."""
+        measured = self.last_eval and self.last_eval_step == step
+        return sum(self.last_eval.values()) / len(self.last_eval) if measured else None
+
+    def _write_sample(self, step: int, sample: Sample) -> None:
+        log = self.config.log
+        rows = samples.as_rows(step, sample, self.tokenizer, log.rollouts_tokens)
+        samples.write(self.run_dir / "rollouts", step, rows, int(log.rollouts_mb * 2**20))
 
     def close(self) -> None:
         """Flush everything; wandb gets the last evaluation as its summary."""
@@ -127,7 +121,10 @@ def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
     return "  ".join(parts)
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _keep_until(run_dir: Path, step: int) -> None:
+    """Drop what was recorded of steps after ``step``, and a line that was cut off: they will be done again."""
+    samples.drop_after(run_dir / "rollouts", step)
+    path = run_dir / "metrics.jsonl"
     if not path.exists():
         return
     kept = []
@@ -135,9 +132,7 @@ def _keep_until(path: Path, step: int) -> None:
         with contextlib.suppress(ValueError):
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
+    replace(path, "".join(kept))
 
 
 def _has_wandb_key() -> bool:
