@@ -110,7 +110,11 @@ class WireServer:
             end = start + len(list(rows))
             spans.append({"version": self.labels[version], "start": start, "end": end})
             start = end
-        ends = {"length": {"length": n}, "stop": {"matched": int(completion.ids[-1]) if n else 0}, "abort": {"message": "Aborted"}}
+        ends = {
+            "length": {"length": n},
+            "stop": {"matched": int(completion.ids[-1]) if n else 0},
+            "abort": {"message": "Aborted"},
+        }
         meta = {
             "id": body["rid"],
             "finish_reason": {"type": completion.finish} | ends[completion.finish],

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 
-
 class _Missing:
     """A function, class or constant that is not there."""
 

@@ -19,7 +19,7 @@ import sys
 
 from workers.rollout import sglang_cpu
 from workers.rollout.owner import end_with_owner
-from workers.rollout.sglang_wire import ADAPTER_PREFIX, CHECKSUM_PREFIX
+from workers.rollout.sglang_wire import CHECKSUM_PREFIX
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     sglang_cpu.install()
