@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlframe.config import Config, ConfigError, critic_names
+from rlframe.config import Config, ConfigError, critic_names, serves_other_weights
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Group:
     """Ray actors of one kind."""
 
     name: str
-    """``learner`` or ``rollout``."""
+    """``learner``, ``rollout`` or ``evaluation``."""
     count: int
     """Ray actors."""
     cpus: float
@@ -43,7 +43,7 @@ class Placement:
     """What a job asks of Ray."""
 
     groups: tuple[Group, ...]
-    """Learner, then rollout."""
+    """Learner, rollout, and the engine for evaluation if it is another one."""
     backbones: tuple[Backbone, ...]
     """Copies of the base model in the learner; the actor's first."""
     address: str | None
@@ -123,11 +123,14 @@ def plan(config: Config) -> Placement:
         ConfigError: this machine has fewer GPUs than a local job asks for.
     """
     actor, rollout = config.actor, config.rollout
+    groups = [
+        Group("learner", actor.ranks, actor.cpus, actor.gpus, "actor.ranks"),
+        Group("rollout", rollout.workers, rollout.cpus, rollout.gpus, "rollout.workers"),
+    ]
+    if serves_other_weights(rollout):  # held-out problems are answered by the actor's own weights
+        groups.append(Group("evaluation", 1, rollout.cpus, rollout.gpus, "rollout.workers"))
     placement = Placement(
-        groups=(
-            Group("learner", actor.ranks, actor.cpus, actor.gpus, "actor.ranks"),
-            Group("rollout", rollout.workers, rollout.cpus, rollout.gpus, "rollout.workers"),
-        ),
+        groups=tuple(groups),
         backbones=_backbones(config),
         address=config.cluster.address,
     )

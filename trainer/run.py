@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import math
 import os
@@ -223,22 +224,38 @@ async def close(controller: Controller) -> None:
     """End the workers in order, within a time limit; a checkpoint that is being written is finished first, if it can be."""
     with contextlib.suppress(Exception):
         await asyncio.wait_for(controller.checkpoints.settle(), 60)
+    groups: set[Any] = {controller.rollouts, controller.evaluators, controller.learner}
     with contextlib.suppress(Exception):
-        await asyncio.wait_for(asyncio.gather(controller.rollouts.close(), controller.learner.close()), 20)
+        await asyncio.wait_for(asyncio.gather(*(g.close() for g in groups)), 20)
 
 
 async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker) -> Controller:
     """Start engines and learner ranks side by side and hand them to a controller."""
     logs = str(run_dir / "logs")
-    rollouts = RolloutGroup.launch(config, inputs.model_path, logs)
+    rollouts = evaluators = RolloutGroup.launch(config, inputs.model_path, logs)
+    if serves_other_weights(config.rollout):
+        (run_dir / "logs" / "evaluation").mkdir(exist_ok=True)
+        evaluators = RolloutGroup.launch(evaluator_config(config), inputs.model_path, f"{logs}/evaluation")
     learner = LearnerGroup.launch(config, inputs.model_path, logs)
     limit = config.cluster.startup_timeout_s
-    await asyncio.wait_for(asyncio.gather(rollouts.start(), learner.start()), limit)
-    return make_controller(config, inputs, run_dir, rollouts, learner, tracker)
+    groups: set[Any] = {rollouts, evaluators, learner}
+    await asyncio.wait_for(asyncio.gather(*(group.start() for group in groups)), limit)
+    return make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
+
+
+def evaluator_config(config: Config) -> Config:
+    """The engine that answers held-out problems under the actor's own weights, where the rollout workers serve others."""
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, workers=1, quantize=None, weight_noise=0.0))
 
 
 def make_controller(
-    config: Config, inputs: Inputs, run_dir: Path, rollouts: RolloutGroup, learner: LearnerGroup, tracker: Tracker
+    config: Config,
+    inputs: Inputs,
+    run_dir: Path,
+    rollouts: RolloutGroup,
+    evaluators: RolloutGroup,
+    learner: LearnerGroup,
+    tracker: Tracker,
 ) -> Controller:
     """The controller of a job whose workers have started."""
     return Controller(
@@ -249,6 +266,7 @@ def make_controller(
         head_size=min(config.rollout.head_size, inputs.vocab_size) if config.algorithm.score_centering else 0,
         sync_mode=sync_mode(config),
         rollouts=rollouts,
+        evaluators=evaluators,
         learner=learner,
         tracker=tracker,
         checkpoints=Checkpoints(run_dir, config.checkpoint),

@@ -37,9 +37,12 @@ class Actor:
         """Log-probabilities of the shard's action tokens and heads under the current policy."""
         return self.session.forward(shard, LogProbs(temperature, head=True), self.config.micro_batch_tokens).per_token
 
-    def weight_update(self, version: int, mode: str, dtype: str) -> tuple[WeightUpdate | None, str]:
-        """What engines need to serve this policy as ``version`` (None except on rank 0), and the checksum they must reach."""
-        if serves_other_weights(self.rollout):
+    def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[WeightUpdate | None, str]:
+        """What engines need to serve this policy as ``version`` (None except on rank 0), and the checksum they must reach.
+
+        ``exact``: the policy itself, whatever ``rollout.quantize`` and ``rollout.weight_noise`` say.
+        """
+        if serves_other_weights(self.rollout) and not exact:
             tensors = self._degraded(version, dtype)
             checksum = weights_checksum(tensors.values())
         else:
