@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlframe.checks import check
 from trainer import recovery
+from trainer.attempts import on_signal
 from trainer.checkpoints import Checkpoints
 from trainer.compose import compose
 from trainer.run import make_controller, read_inputs
@@ -76,17 +77,17 @@ def done(value):
     return future
 
 
-def run(run_dir: Path, *overrides: str, resume: bool = False) -> list[dict]:
-    """Train and return the lines of ``metrics.jsonl``."""
+def run(run_dir: Path, *overrides: str, resume: bool = False, signals: bool = False) -> list[dict]:
+    """Train and return the lines of ``metrics.jsonl``; with ``signals``, SIGTERM stops it as it stops a real run."""
     config = compose([f"run_dir={run_dir}", *SMALL, *overrides])
     check(config)
     for folder in ("logs", "rollouts", "checkpoints"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
-    asyncio.run(_attempt(config, run_dir, resume))
+    asyncio.run(_attempt(config, run_dir, resume, signals))
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-async def _attempt(config, run_dir, resume):
+async def _attempt(config, run_dir, resume, signals):
     learner_module._node_ip = lambda: "127.0.0.1"
     inputs = read_inputs(config)
     checkpoint = Checkpoints(run_dir, config.checkpoint).newest()[0] if resume else None
@@ -100,6 +101,8 @@ async def _attempt(config, run_dir, resume):
         if checkpoint:
             await learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
+        if signals:
+            on_signal(controller)
         await controller.run()
     finally:
         await rollouts.close()
