@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.commands import Command, export, job, metrics, presets, report, resume, rollouts, settings, submit, train
+from trainer.commands import Command, export, job, metrics, presets, report, resume, rollouts, serve, settings, submit, train
 
 COMMANDS: dict[str, Command] = {
     "train": train,
@@ -20,6 +20,7 @@ COMMANDS: dict[str, Command] = {
     "metrics": metrics,
     "rollouts": rollouts,
     "report": report,
+    "serve": serve,
 }
 """Every command, in the order of ``rlframe --help``."""
 

@@ -27,6 +27,7 @@ def test_allowed_changes_are_named_with_both_values():
         ("seed=2", "seed was 1 when the checkpoint was written and is 2 now, but it decides which prompts there are"),
         ("batch_size=32", "batch_size was 16 .* is 32 now, but the buffer in the checkpoint is filled for that size"),
         ("max_staleness=1", "max_staleness was 2 .* is 1 now, but trajectories that wait in the checkpoint may be staler"),
+        ("reorder_window=4", "reorder_window was 0 .* is 4 now, but the buffer in the checkpoint may be too full for that"),
         ("actor=lora", "actor.mode was full .* is lora now, but the sessions in the checkpoint have other parameters"),
         ("critic.lora.rank=4", "critic.lora.rank was .* is 4 now"),
         ("model.build.hidden_size=128", "model.build was .* but the adapters in the checkpoint belong to the base model"),
