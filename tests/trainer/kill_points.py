@@ -113,12 +113,13 @@ def waiting(run_dir: Path) -> dict[int, tuple]:
     return {t.index: (t.tokens.tolist(), t.versions[t.action_mask].tolist()) for batch in batches for t in batch}
 
 
-def trained_tokens(run_dir: Path) -> dict[int, tuple]:
-    """The same of what was trained on."""
-    return {
+def check_survivors(run_dir: Path, survivors: dict[int, tuple]) -> None:
+    """What `waiting` saw before a resume was trained on as it was, as far as the run went."""
+    used = {
         row["index"]: (row["tokens"]["id"], [version for version in row["tokens"]["version"] if version is not None])
         for row in trained(run_dir)
     }
+    assert {index: seen for index, seen in survivors.items() if index <= max(used)}.items() <= used.items()
 
 
 def check_log(run_dir: Path, steps: int) -> None:
