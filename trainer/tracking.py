@@ -27,8 +27,8 @@ from trainer.wandb_log import WandbLog
 class Tracker:
     """Everything that is written about a run while it runs."""
 
-    def __init__(self, config: Config, run_dir: Path, tokenizer: Any, step: int = 0, wandb_id: str | None = None) -> None:
-        """``step``: the step resumed from; lines of later steps, written by an attempt that died, are dropped."""
+    def __init__(self, config: Config, run_dir: Path, tokenizer: Any, step: int = -1, wandb_id: str | None = None) -> None:
+        """``step``: the last one that is done, -1 if none is; what an attempt that died wrote of later ones is dropped."""
         self.config, self.run_dir, self.tokenizer = config, run_dir, tokenizer
         self.path = run_dir / "metrics.jsonl"
         logged = _keep_until(self.path, step)
@@ -46,11 +46,14 @@ class Tracker:
             transient=True,
             disable=not self.console.is_terminal or not config.log.console,
         )
-        self.bar = self.progress.add_task(config.name, total=config.steps, completed=step)
+        self.bar = self.progress.add_task(config.name, total=config.steps, completed=max(step, 0))
         self.wandb = WandbLog(config, run_dir, wandb_id, logged) if config.log.wandb != "disabled" else None
         self.gauges = Gauges(config.name) if ray.is_initialized() else None
         if self.gauges:
             self.note(f"gauges: {endpoint() or 'this node exports none'}")
+        self.last_score: tuple[int, float] | None = None
+        """A step after which the held-out reward was measured, and its mean over tasks."""
+        self.note(f"an attempt begins after step {step}")
 
     @property
     def wandb_id(self) -> str | None:
@@ -76,6 +79,9 @@ class Tracker:
             self.wandb.log(step, metrics, rows)
         if self.gauges:
             self.gauges.set(step, metrics)
+        rewards = [value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")]
+        if rewards:
+            self.last_score = (step, sum(rewards) / len(rewards))
         self.say(console_line(step, self.config.steps, metrics))
         if not self.progress.live.is_started and step < self.config.steps:
             self.progress.start()

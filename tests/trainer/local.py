@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rlframe.checks import check
 from trainer import recovery
-from trainer.compose import compose, config_hash
+from trainer.checkpoints import Checkpoints
+from trainer.compose import compose
 from trainer.run import make_controller, read_inputs
 from trainer.tracking import Tracker
 from workers import learner as learner_module
@@ -36,7 +37,7 @@ class Method:
     def __init__(self, function, returns=None):
         self.function, self.returns = function, returns
 
-    def options(self, num_returns):
+    def options(self, num_returns=None, concurrency_group=None):
         return Method(self.function, num_returns)
 
     def remote(self, *args):
@@ -88,11 +89,10 @@ def run(run_dir: Path, *overrides: str, resume: bool = False) -> list[dict]:
 async def _attempt(config, run_dir, resume):
     learner_module._node_ip = lambda: "127.0.0.1"
     inputs = read_inputs(config)
-    checkpoints = recovery.Checkpoints(run_dir, config.checkpoint.keep_last, config_hash(config))
-    checkpoint = checkpoints.newest()[0] if resume else None
-    step = recovery.read_state(checkpoint)["step"] if checkpoint else 0
+    checkpoint = Checkpoints(run_dir, config.checkpoint).newest()[0] if resume else None
+    step = recovery.read_state(checkpoint)["step"] if checkpoint else -1
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
-    rollouts = RolloutGroup([Handle(RolloutWorker(config, inputs.model_path, i)) for i in range(config.rollout.workers)])
+    rollouts = RolloutGroup(config, lambda i: Handle(RolloutWorker(config, inputs.model_path, i)))
     learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None))])
     try:
         await asyncio.gather(rollouts.start(), learner.start())

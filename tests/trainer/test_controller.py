@@ -24,6 +24,7 @@ def test_every_preset_trains(tmp_path, preset):
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(math.isfinite(row["actor/pg_loss"]) and math.isfinite(row["actor/grad_norm"]) for row in rows[1:])
     assert "eval/arithmetic/reward" in rows[0] and "eval/arithmetic/reward" in rows[-1]
+    assert all(0 <= row[f"idle/{who}"] <= 1 for row in rows[1:] for who in ("trainer", "rollout"))
     assert max(row["off_policy/max"] for row in rows[1:]) <= 2
     assert {name for row in rows for name in row if glossary.find(name) is None} == set(), "docs/metrics.md explains every name"
 
