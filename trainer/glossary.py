@@ -227,8 +227,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "of these, the ones that took too long",
             "Grows: raise `rollout.timeout_s`, or look for hanging tools.",
         ),
-        Metric("fault/restarts", "rollout workers that died and were started again"),
-        Metric("fault/retries", "prompts that were issued again"),
+        Metric(
+            "fault/worker_restarts",
+            "rollout workers that died and were started again",
+            "Grows: see the end of `logs/rollout_*.log`; often memory.",
+        ),
+        Metric("fault/reissued", "prompts that were sent again because their rollout worker was lost"),
+        Metric("fault/learner_restarts", "attempts of this run that died and were started again from a checkpoint"),
         Metric(
             "data/epoch",
             "passes over the training prompts so far",
