@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import wandb
 from wandb_file import wandb_files
 
 from rlframe.types import Batch, Trajectory
@@ -71,6 +72,7 @@ def attempts(tmp_path_factory):
         second = attempt(config, run_dir, 2, range(3, 7))
     finally:
         sys.argv = argv
+    wandb.teardown()  # waits for wandb's own process, which writes the files
     assert first == second
     return run_dir, first, wandb_files(run_dir)
 
