@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rlframe.config import AlgorithmConfig, Config, ConfigError, OptimConfig
+from rlframe.config import AlgorithmConfig, Config, ConfigError, OptimConfig, serves_other_weights
 from rlframe.engine_checks import check_engine
 
 POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
@@ -20,6 +20,8 @@ ENGINES = ("vllm", "sglang", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_FILES = ("jsonl", "parquet")
 GENERATED_TASKS = ("arithmetic", "countdown", "wordle", "reasoning_gym")
+QUANTIZED = ("int8", "int4", "int3", "fp8")
+"""Formats of ``rollout.quantize``."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
 """Names that architectures give to the output projection."""
 
@@ -107,6 +109,7 @@ def _names(config: Config) -> None:
     _one_of("algorithm.advantage", a.advantage, ADVANTAGES)
     _one_of("rollout.engine", config.rollout.engine, ENGINES)
     _one_of("rollout.weight_sync", config.rollout.weight_sync, ("auto", "merged", "adapter", "full"))
+    _one_of("rollout.quantize", config.rollout.quantize, QUANTIZED, optional=True)
     _one_of("actor.mode", config.actor.mode, ("lora", "full"))
     _one_of("critic.mode", config.critic.mode, ("lora", "full"))
     _one_of("cluster.device", config.cluster.device, ("auto", "cpu", "cuda"))
@@ -139,7 +142,8 @@ def _ranges(config: Config) -> None:
         "seed max_staleness reorder_window algorithm.clip_low algorithm.clip_high rollout.top_k rollout.head_size "
         "rollout.max_restarts rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus "
         "critic.warmup_steps critic.vf_coef eval.every eval.temperature checkpoint.every checkpoint.keep_every "
-        "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb",
+        "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb "
+        "rollout.weight_noise",
     )
     memory = config.task.reward_memory_mb
     _refuse(
@@ -331,7 +335,12 @@ def _sessions(config: Config) -> None:
         f"rollout.weight_sync={sync} sends an adapter and actor.mode=full has none; set rollout.weight_sync=full or auto.",
     )
     _refuse(
-        mode == "lora" and sync == "full",
+        serves_other_weights(config.rollout) and sync in ("merged", "adapter"),
+        f"rollout.weight_sync={sync} does not send the weights that rollout.quantize and rollout.weight_noise change; "
+        "set rollout.weight_sync=auto.",
+    )
+    _refuse(
+        mode == "lora" and sync == "full" and not serves_other_weights(config.rollout),
         "rollout.weight_sync=full sends weights that actor.mode=lora leaves frozen; set rollout.weight_sync=merged or auto.",
     )
     critic = config.critic

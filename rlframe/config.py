@@ -132,10 +132,16 @@ class RolloutConfig:
     ``abort`` (ended, and re-issued with what they had sampled)."""
     dtype: str = "float32"
     """Dtype of the engine's weights."""
+    quantize: Optional[str] = None
+    """Round what is served to ``int8``, ``int4``, ``int3`` or ``fp8`` per output channel: a stand-in for a low-precision
+    engine. Held-out problems are then answered by one more engine, under the actor's own weights."""
+    weight_noise: float = 0.0
+    """Noise on what is served, drawn anew at every sync, relative to the root mean square of an output channel."""
     max_concurrency: int = 256
     """Episodes that one worker runs at once."""
     probe_every: int = 10
-    """Every so many weight syncs the engine's log-probabilities of a fixed prompt are compared with the actor's; 0: never."""
+    """Every so many weight syncs the engine's log-probabilities of a fixed prompt are compared with the actor's; 0: never,
+    as with ``quantize`` or ``weight_noise``."""
     probe_tolerance: float = 1e-3
     """Largest difference accepted by that comparison, nats (raise it for bfloat16 engines)."""
     timeout_s: float = 600.0
@@ -379,3 +385,8 @@ def critic_names(config: Config) -> tuple[str, ...]:
     if config.critic.per_env:
         return (config.task.name,)
     return tuple(f"critic_{i}" for i in range(config.critic.ensemble))
+
+
+def serves_other_weights(rollout: RolloutConfig) -> bool:
+    """Whether the engines are given weights that are not the actor's, on purpose."""
+    return rollout.quantize is not None or rollout.weight_noise > 0

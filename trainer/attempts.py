@@ -73,8 +73,9 @@ async def close(controller: Controller) -> None:
     """End the workers in order, within a time limit; a checkpoint that is being written is finished first, if it can be."""
     with contextlib.suppress(Exception):
         await asyncio.wait_for(controller.checkpoints.settle(), 60)
+    groups: set[Any] = {controller.rollouts, controller.evaluators, controller.learner}
     with contextlib.suppress(Exception):
-        await asyncio.wait_for(asyncio.gather(controller.rollouts.close(), controller.learner.close()), 20)
+        await asyncio.wait_for(asyncio.gather(*(group.close() for group in groups)), 20)
 
 
 def on_signal(tracker: Tracker, task: asyncio.Task[None], controller: Controller | None = None) -> None:

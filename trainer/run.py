@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import os
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import ray
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
-from rlframe.config import Config, ConfigError
+from rlframe.config import Config, ConfigError, serves_other_weights
 from rlframe.engine_checks import check_installed
 from rlframe.files import replace
 from rlframe.models import resolve_model
@@ -204,15 +205,32 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
 async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker, pools: dict[str, Pool]) -> Controller:
     """Start engines and learner ranks side by side, each in its pool, and hand them to a controller."""
     logs = str(run_dir / "logs")
-    rollouts = RolloutGroup.launch(config, inputs.model_path, logs, pools["rollout"])
+    rollouts = evaluators = RolloutGroup.launch(config, inputs.model_path, logs, pools["rollout"])
+    if serves_other_weights(config.rollout):
+        (run_dir / "logs" / "evaluation").mkdir(exist_ok=True)
+        evaluators = RolloutGroup.launch(
+            evaluator_config(config), inputs.model_path, f"{logs}/evaluation", pools["rollout"].behind(config.rollout.workers)
+        )
     learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"])
     limit = config.cluster.startup_timeout_s
-    await asyncio.wait_for(asyncio.gather(rollouts.start(), learner.start()), limit)
-    return make_controller(config, inputs, run_dir, rollouts, learner, tracker)
+    groups: set[Any] = {rollouts, evaluators, learner}
+    await asyncio.wait_for(asyncio.gather(*(group.start() for group in groups)), limit)
+    return make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
+
+
+def evaluator_config(config: Config) -> Config:
+    """The engine that answers held-out problems under the actor's own weights, where the rollout workers serve others."""
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, workers=1, quantize=None, weight_noise=0.0))
 
 
 def make_controller(
-    config: Config, inputs: Inputs, run_dir: Path, rollouts: RolloutGroup, learner: LearnerGroup, tracker: Tracker
+    config: Config,
+    inputs: Inputs,
+    run_dir: Path,
+    rollouts: RolloutGroup,
+    evaluators: RolloutGroup,
+    learner: LearnerGroup,
+    tracker: Tracker,
 ) -> Controller:
     """The controller of a job whose workers have started."""
     return Controller(
@@ -223,6 +241,7 @@ def make_controller(
         head_size=min(config.rollout.head_size, inputs.vocab_size) if config.algorithm.score_centering else 0,
         sync_mode=sync_mode(config),
         rollouts=rollouts,
+        evaluators=evaluators,
         learner=learner,
         tracker=tracker,
         checkpoints=Checkpoints(run_dir, config.checkpoint),
@@ -230,7 +249,7 @@ def make_controller(
 
 
 def sync_mode(config: Config) -> str:
-    """How weights travel: as configured, or by what the actor trains."""
+    """How weights travel: as configured, or by what the actor trains and the engines are to serve."""
     if config.rollout.weight_sync != "auto":
         return config.rollout.weight_sync
-    return "merged" if config.actor.mode == "lora" else "full"
+    return "full" if config.actor.mode == "full" or serves_other_weights(config.rollout) else "merged"
