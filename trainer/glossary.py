@@ -84,6 +84,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("actor/lr", "learning rate of the policy"),
         Metric(
+            "actor/advantage_mean",
+            "mean advantage over action tokens",
+            "Away from 0 for long: values are biased, and without score centering the policy drifts toward its own sampler.",
+        ),
+        Metric(
             "actor/skipped",
             "1 in a step whose gradient was not finite and moved nothing",
             "More than now and then: lower `actor.optim.lr`, or use float32.",
@@ -147,6 +152,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "rollout_corr/k3_kl",
             "the same divergence by an estimator that is never negative, E[r - 1 - log r]",
             "Grows: rollouts are too stale or the engine's precision too low; lower `max_staleness`, use a `_sc` preset.",
+        ),
+        Metric(
+            "rollout_corr/expected_score_l1",
+            "E[abs(1 - r)], the L1 distance of sampler and policy: how large a drift a mean advantage can cause",
+            "Large beside a mean advantage away from 0: use a preset with score centering.",
         ),
         Metric("rollout_corr/chi2_token", "E[r^2] - 1 over tokens: the variance that ratios add"),
         Metric(

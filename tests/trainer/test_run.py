@@ -11,7 +11,10 @@ import pytest
 from processes import alive, descendants, named, wait_for
 from wandb_file import wandb_files
 
+from trainer import cli, glossary, samples
+
 pytestmark = pytest.mark.slow
+SAMPLED = ["log.rollouts_every=2", "log.rollouts_count=4"]
 COMMON = ["batch_size=16", "eval.size=16", "eval.every=2", "checkpoint.every=2"]
 
 
@@ -52,7 +55,7 @@ def resume_with_faults(run_dir):
 def vllm_run(tmp_path_factory):
     """Four steps with vLLM, then more after a resume, in which the engine dies."""
     run_dir = tmp_path_factory.mktemp("run") / "tiny"
-    first = rlframe("train", f"run_dir={run_dir}", "name=tiny", "steps=4", "rollout.probe_every=1", *COMMON)
+    first = rlframe("train", f"run_dir={run_dir}", "name=tiny", "steps=4", "rollout.probe_every=1", *SAMPLED, *COMMON)
     before = metrics(run_dir)
     return run_dir, before, first, *resume_with_faults(run_dir)
 
@@ -100,6 +103,18 @@ def test_ctrl_c_saves_and_leaves_no_process_behind(vllm_run):
     wait_for(lambda: not any(map(alive, processes)))
 
 
+def test_what_the_run_left_can_be_shown(vllm_run, tmp_path, capsys):
+    run_dir, *_ = vllm_run
+    assert [name for row in metrics(run_dir) for name in row if glossary.find(name) is None] == []
+    first = samples.read(samples.sampled_steps(run_dir)[2])
+    ratios = [x for row in first for x in row["tokens"]["ratio"] if x is not None]
+    assert len(first) == 4 and len(ratios) >= 4 and all(0.5 < x < 2 for x in ratios), "one version late at most"
+    assert cli.main(["rollouts", str(run_dir), "--step", "2"]) == 0
+    assert "advantage" in capsys.readouterr().out
+    assert cli.main(["report", str(run_dir), "-o", str(tmp_path / "page.html")]) == 0
+    assert "critic/explained_variance" in (tmp_path / "page.html").read_text()
+
+
 def test_a_second_run_in_the_same_directory_is_refused(vllm_run):
     run_dir, *_ = vllm_run
     message = rlframe("train", f"run_dir={run_dir}", "steps=1", fails=True)
@@ -108,6 +123,7 @@ def test_a_second_run_in_the_same_directory_is_refused(vllm_run):
 
 def test_two_ranks_give_the_numbers_of_one(tmp_path):
     options = ["rollout=torch", "max_staleness=0", "steps=2", "log.wandb=disabled", "checkpoint.every=0", *COMMON[:3]]
+    options.append("log.rollouts_every=1")
     for ranks in (1, 2):
         rlframe("train", f"run_dir={tmp_path / str(ranks)}", f"actor.ranks={ranks}", *options)
     one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
@@ -115,3 +131,8 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path):
     for name in ("reward/mean", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "critic/value_loss", "critic/grad_norm"):
         assert two[1][name] == pytest.approx(one[1][name], rel=1e-4, abs=1e-6), name
     assert two[2]["actor/entropy"] == pytest.approx(one[2]["actor/entropy"], rel=1e-3)
+    for row, other in zip(*(samples.read(samples.sampled_steps(tmp_path / ranks)[1]) for ranks in "12"), strict=True):
+        assert row["tokens"]["id"] == other["tokens"]["id"]
+        for name in ("trainer_logprob", "value", "advantage"):
+            numbers, others = ([x for x in r["tokens"][name] if x is not None] for r in (row, other))
+            assert others == pytest.approx(numbers, rel=1e-4, abs=1e-5), name
