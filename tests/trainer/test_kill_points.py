@@ -20,7 +20,7 @@ from kill_points import (
 )
 from local import run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # also of a machine that does much else
 UNTRAINED = "model.build.warmup_steps=0"
 
 
