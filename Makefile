@@ -87,7 +87,7 @@ docs: $(RUNTIME)
 	$(BIN)/rlframe metrics --markdown > docs/metrics.md
 
 docs-site: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 
 smollm2: $(SMOLLM2)
 

@@ -264,7 +264,7 @@ class Backbone:
         known = self._bit_sums.get(key)
         if known is None:
             parts = [local(p.detach()) for name, p in self.parameters() if name not in without]
-            known = sum(bit_sum(part.to(dtype)) for part in parts if part.numel())
+            known = sum(bit_sum(part.to(dtype)) for part in parts if part.numel()) % 2**64
             if isinstance(self._runner, FSDPModule):
                 known = self.ranks.total(known)
             if not self.trainable:

@@ -95,14 +95,14 @@ def resume(run: str, overrides: list[str]) -> Path:
     with occupied(run_dir):
         checkpoints = Checkpoints(run_dir, config.checkpoint)
         checkpoint, skipped = checkpoints.newest()
-        print("\n".join(skipped) or "", end="\n" * bool(skipped))
+        for sentence in skipped:
+            print(sentence)
         if checkpoint is None:
             print(f"{run_dir} has no checkpoint yet; it starts at step 0.")
         else:
             for line in drift.changes(load_yaml(checkpoint / "config.yaml"), config):
                 print(f"changed since {checkpoint.name}: {line}")
-            step = step_of(checkpoint)
-            if step >= config.steps:
+            if step_of(checkpoint) >= config.steps:
                 print(f"{run_dir} has done all its steps={config.steps}; give a larger number to go on.")
                 return run_dir
         inputs = read_inputs(config)
