@@ -1,12 +1,13 @@
 # make quickstart   install what training needs and train a tiny model on this machine's CPU
 # make test         install what tests need and run them
+# make install-gpu  what training needs on NVIDIA GPUs: vLLM for CUDA, which chooses its own torch
 # make check        lint, formatting, types, import contract and tests
 # make docs         write docs/settings.md and docs/presets.md from the schema and the presets
 # make smollm2      add SmolLM2-135M-Instruct (93 MB) for model=smollm2
 # make clean        remove the environment and caches, never runs/
 #
 # Each works on a fresh clone, after any other, after an interrupted one, and again.
-# On GPUs install with pip instead: README.md, "On GPUs".
+# An environment is for CPUs or for GPUs; for the other kind give another VENV=.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,6 +24,7 @@ INSTALL := $(PIP) install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-ur
 INSTALLING := $(VENV)/.installing
 CREATED := $(VENV)/.made-venv
 RUNTIME := $(VENV)/.made-runtime
+GPU := $(VENV)/.made-gpu
 DEV := $(VENV)/.made-dev
 SMOLLM2 := $(VENV)/.made-smollm2
 
@@ -34,7 +36,7 @@ endif
 # $(call install,ARGUMENTS OF PIP INSTALL)
 install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
 
-.PHONY: quickstart install install-dev test test-fast check lint format docs smollm2 clean
+.PHONY: quickstart install install-gpu install-dev test test-fast check lint format docs smollm2 clean
 
 quickstart: $(RUNTIME)
 	@if [ -e runs/quickstart ]; then \
@@ -42,6 +44,8 @@ quickstart: $(RUNTIME)
 	$(BIN)/rlframe train name=quickstart
 
 install: $(RUNTIME)
+
+install-gpu: $(GPU)
 
 install-dev: $(DEV)
 
@@ -58,6 +62,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint --config docker/hadolint.yaml docker/*.Dockerfile
 
 format: $(DEV)
 	$(BIN)/ruff format .
@@ -84,6 +89,10 @@ $(RUNTIME): $(CREATED) requirements/cpu.txt pyproject.toml
 	@$(call install,-r requirements/cpu.txt) || \
 	  { echo 'If torch "+cpu" was not found, set TORCH_INDEX: see the Makefile.'; exit 1; }
 	@$(call install,--no-build-isolation --editable .)
+	@touch $@
+
+$(GPU): $(CREATED) pyproject.toml
+	@touch $(INSTALLING) && $(PIP) install --quiet --editable ".[train,vllm]" && rm $(INSTALLING)
 	@touch $@
 
 $(DEV): $(RUNTIME) requirements/dev.txt

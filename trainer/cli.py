@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.commands import Command, job, presets, resume, settings, submit, train
+from trainer.commands import Command, doctor, job, presets, resume, settings, submit, train
 
 COMMANDS: dict[str, Command] = {
     "train": train,
     "resume": resume,
     "submit": submit,
     "job": job,
+    "doctor": doctor,
     "presets": presets,
     "settings": settings,
 }

@@ -162,6 +162,11 @@ class Cluster:
         with self._answers(), _variable("RAY_API_SERVER_ADDRESS", address):  # Ray lets the variable win over the argument
             self.client = JobSubmissionClient(address, headers=headers)
 
+    @property
+    def ray_version(self) -> str:
+        """Version of Ray on the cluster."""
+        return str(self.client._server_ray_version)  # the public get_version() is the version of the API
+
     def submit(self, job: Job, job_id: str | None = None) -> str:
         """Send a job; returns its id.
 

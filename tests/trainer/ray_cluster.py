@@ -1,0 +1,111 @@
+"""A real Ray cluster of several nodes on this machine: ``ray start`` processes of our own, with their own ports and folder."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import requests
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
+TOKEN = "a-token-of-at-least-32-characters-"
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """What processes of the cluster and its users start with."""
+    unset = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "WANDB_API_KEY")
+    return {
+        **{name: value for name, value in os.environ.items() if name not in unset},
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
+        **variables,
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class RayCluster:
+    """Addresses of a running cluster."""
+
+    def __init__(self, head: str, dashboard: str) -> None:
+        self.head, self.dashboard = head, dashboard
+
+    def get(self, path: str) -> Any:
+        """An answer of the dashboard as JSON; None while there is none."""
+        try:
+            answer = requests.get(self.dashboard + path, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+            return answer.json() if answer.ok else None
+        except requests.RequestException:
+            return None
+
+    def wait_for_nodes(self, processes: list[subprocess.Popen]) -> None:
+        """Return when every one of ``processes`` is a living node of the cluster."""
+        for _ in range(1200):
+            for process in processes:
+                assert process.poll() is None, (
+                    f"a node did not start: {''.join(open(f).read()[-1500:] for f in __import__('glob').glob('/tmp/rlf*/node_*.log'))}"
+                )
+            answer = self.get("/api/v0/nodes")
+            if answer and [node["state"] for node in answer["data"]["result"]["result"]] == ["ALIVE"] * len(processes):
+                return
+            time.sleep(0.2)
+        raise AssertionError("the nodes did not find each other")
+
+    def call(self, *command: str, expect: int = 0, **variables: str) -> str:
+        """Run a command of this environment as a user of the cluster would; what it printed."""
+        done = subprocess.run(
+            [str(BIN / command[0]), *command[1:]],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env=environment(RAY_API_SERVER_ADDRESS=self.dashboard, **variables),
+        )
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+
+@contextmanager
+def ray_cluster(workers: list[int]):
+    """A head without CPUs, and a node with so many CPUs for each of ``workers``; every node has an address of its own."""
+    folder = tempfile.mkdtemp(prefix="rlf", dir="/tmp")  # short: Ray puts sockets there
+    gcs, dashboard, client, *agents = free_ports(4 + len(workers))
+    head = f"127.0.0.1:{gcs}"
+    common = ["--block", "--object-store-memory=80000000", "--min-worker-port=0", "--max-worker-port=0"]
+    nodes = [["--head", f"--port={gcs}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}", "--num-cpus=0"]]
+    nodes[0] += ["--node-ip-address=127.0.0.1", f"--ray-client-server-port={client}"]
+    nodes += [
+        [f"--address={head}", f"--num-cpus={cpus}", f"--node-ip-address=127.0.0.{i + 2}"] for i, cpus in enumerate(workers)
+    ]
+    running: list[subprocess.Popen] = []
+    try:
+        for node, agent in zip(nodes, agents, strict=True):
+            command = [str(BIN / "ray"), "start", *node, *common, f"--dashboard-agent-listen-port={agent}"]
+            log = open(f"{folder}/node_{len(running)}.log", "w")
+            running.append(subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT))
+        cluster = RayCluster(head, f"http://127.0.0.1:{dashboard}")
+        cluster.wait_for_nodes(running)
+        yield cluster
+    finally:
+        for process in reversed(running):
+            process.terminate()
+        for process in running:
+            process.wait(60)
+        shutil.rmtree(folder, ignore_errors=True)
