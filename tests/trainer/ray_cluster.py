@@ -56,13 +56,11 @@ class RayCluster:
         except requests.RequestException:
             return None
 
-    def wait_for_nodes(self, processes: list[subprocess.Popen]) -> None:
+    def wait_for_nodes(self, processes: list[subprocess.Popen], logs: list[Path]) -> None:
         """Return when every one of ``processes`` is a living node of the cluster."""
         for _ in range(1200):
-            for process in processes:
-                assert process.poll() is None, (
-                    f"a node did not start: {''.join(open(f).read()[-1500:] for f in __import__('glob').glob('/tmp/rlf*/node_*.log'))}"
-                )
+            for process, log in zip(processes, logs, strict=True):
+                assert process.poll() is None, f"a node did not start: {log.read_text()[-3000:]}"
             answer = self.get("/api/v0/nodes")
             if answer and [node["state"] for node in answer["data"]["result"]["result"]] == ["ALIVE"] * len(processes):
                 return
@@ -94,14 +92,15 @@ def ray_cluster(workers: list[int]):
     nodes += [
         [f"--address={head}", f"--num-cpus={cpus}", f"--node-ip-address=127.0.0.{i + 2}"] for i, cpus in enumerate(workers)
     ]
+    logs = [Path(folder) / f"node_{i}.log" for i in range(len(nodes))]
     running: list[subprocess.Popen] = []
     try:
-        for node, agent in zip(nodes, agents, strict=True):
+        for node, agent, log in zip(nodes, agents, logs, strict=True):
             command = [str(BIN / "ray"), "start", *node, *common, f"--dashboard-agent-listen-port={agent}"]
-            log = open(f"{folder}/node_{len(running)}.log", "w")
-            running.append(subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT))
+            with log.open("w") as file:
+                running.append(subprocess.Popen(command, env=environment(), stdout=file, stderr=subprocess.STDOUT))
         cluster = RayCluster(head, f"http://127.0.0.1:{dashboard}")
-        cluster.wait_for_nodes(running)
+        cluster.wait_for_nodes(running, logs)
         yield cluster
     finally:
         for process in reversed(running):

@@ -1,0 +1,81 @@
+"""Every command of docs/clusters.md and docker/README.md, given to the program that it names, as far as that needs no cluster.
+
+`test_cluster` runs those of a job on a real one.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.dashboard.modules.job.cli import submit as ray_job_submit
+from ray.scripts import scripts as ray_cli
+
+from trainer import cli
+from trainer.compose import compose
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "clusters.md").read_text()
+
+
+def commands() -> list[str]:
+    """Lines of the code blocks."""
+    return [line for block in re.findall(r"^```\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_is_understood_by_its_program(line):
+    words = shlex.split(line)
+    while re.match(r"[A-Z_]+=", words[0]):
+        words.pop(0)
+    if words[0] == "rlframe":
+        check_ours(words[1:])
+    elif words[:3] == ["ray", "job", "submit"]:
+        context = ray_job_submit.make_context("submit", words[3:])
+        check_ours(list(context.params["entrypoint"])[1:])
+    elif words[0] == "ray":
+        command = ray_cli.cli.get_command(None, words[1])
+        command.make_context(words[1], words[2:])
+    elif words[0] == "docker":
+        assert (ROOT / words[words.index("-f") + 1]).exists()
+    else:
+        assert words[:3] == ["kubectl", "apply", "-f"] and yaml.safe_load((ROOT / words[3]).read_text())
+
+
+def check_ours(words: list[str]) -> None:
+    """Options by the parser, overrides by composing them; a job's request as ``--dry-run`` shows it."""
+    arguments, rest = cli._parser().parse_known_args(words)
+    overrides = [*getattr(arguments, "overrides", []), *rest]
+    assert not [word for word in overrides if word.startswith("-")]
+    if words[0] == "train":
+        compose(overrides)
+    elif words[0] == "submit":
+        assert cli.main([*words, "--dry-run"] if "--dry-run" not in words else words) == 0
+
+
+def test_every_command_and_every_check_is_on_the_page():
+    lines = " ".join(commands())
+    for command in ("rlframe doctor", "rlframe submit", "ray job submit", "--resume", "--dry-run"):
+        assert command in lines
+    for verb in ("list", "status", "logs", "stop"):
+        assert f"rlframe job {verb}" in lines
+
+
+def test_links_lead_somewhere():
+    for page in (ROOT / "docs" / "clusters.md", ROOT / "docker" / "README.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), target
+
+
+def test_files_that_the_readme_of_docker_names_exist():
+    named = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docker" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(set(os.listdir(ROOT / "docker")) - {"README.md"})
+
+
+def test_make_targets_of_the_readme_are_targets():
+    text = (ROOT / "docker" / "README.md").read_text()
+    for target in set(re.findall(r"`make ([\w-]+)`", text)):
+        subprocess.run(["make", "-n", target, "VENV=/nowhere"], cwd=ROOT, check=True, capture_output=True)
