@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,20 @@ def environment(**variables: str) -> dict[str, str]:
         "RAY_AUTH_TOKEN": TOKEN,
         **variables,
     }
+
+
+def check_ray_command(words: list[str]) -> dict[str, Any]:
+    """Parse ``ray ...`` with Ray's own parser, which refuses what it does not know; the parameters."""
+    assert words[0] == "ray"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Ray's own modules, on import
+        from ray.dashboard.modules.job.cli import submit
+        from ray.scripts.scripts import cli
+    job = words[1:3] == ["job", "submit"]
+    command = submit if job else cli.get_command(None, words[1])
+    assert command is not None, words
+    parameters: dict[str, Any] = command.make_context(words[1], words[3 if job else 2 :]).params
+    return parameters
 
 
 def free_ports(count: int) -> list[int]:
@@ -81,8 +96,13 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(workers: list[int]):
-    """A head without CPUs, and a node with so many CPUs for each of ``workers``; every node has an address of its own."""
+def ray_cluster(workers: list[int], **variables: str):
+    """A head without CPUs, and a node with so many CPUs for each of ``workers``; every node has an address of its own.
+
+    Args:
+        workers: CPUs of each.
+        variables: of the environment that ``ray start`` has.
+    """
     folder = tempfile.mkdtemp(prefix="rlf", dir="/tmp")  # short: Ray puts sockets there
     gcs, dashboard, client, *agents = free_ports(4 + len(workers))
     head = f"127.0.0.1:{gcs}"
@@ -98,7 +118,7 @@ def ray_cluster(workers: list[int]):
         for node, agent, log in zip(nodes, agents, logs, strict=True):
             command = [str(BIN / "ray"), "start", *node, *common, f"--dashboard-agent-listen-port={agent}"]
             with log.open("w") as file:
-                running.append(subprocess.Popen(command, env=environment(), stdout=file, stderr=subprocess.STDOUT))
+                running.append(subprocess.Popen(command, env=environment(**variables), stdout=file, stderr=subprocess.STDOUT))
         cluster = RayCluster(head, f"http://127.0.0.1:{dashboard}")
         cluster.wait_for_nodes(running, logs)
         yield cluster

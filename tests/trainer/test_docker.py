@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ray.scripts import scripts as ray_cli
+from ray_cluster import check_ray_command
 
 from trainer.compose import compose
 from trainer.submit import SECRET
@@ -68,19 +68,11 @@ def test_an_image_installs_by_the_makefile_from_files_that_it_copies(name, targe
     assert "-m venv /nowhere/venv" in plan.stdout and "--editable" in plan.stdout
 
 
-def ray_command(words: list[str]) -> None:
-    """Parse a command line of ``ray`` with its own parser."""
-    assert words[0] == "ray"
-    command = ray_cli.cli.get_command(None, words[1])
-    assert command is not None, words
-    command.make_context(words[1], words[2:])
-
-
 def test_the_compose_file_starts_a_head_and_two_workers_by_commands_that_ray_knows():
     head, worker = COMPOSE["services"]["head"], COMPOSE["services"]["worker"]
     assert worker["deploy"]["replicas"] == 2
     for command in (head["command"], worker["command"], head["healthcheck"]["test"][1:]):
-        ray_command(command)
+        check_ray_command(command)
     assert "--head" in head["command"] and "--address=head:6379" in worker["command"]
     for service in (head, worker):
         assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).exists()

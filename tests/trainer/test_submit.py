@@ -1,7 +1,7 @@
 """What is sent to a cluster, and what is refused before anything is sent. `test_cluster` sends it to a real one."""
 
-import shlex
 import socket
+import subprocess
 
 import pytest
 import yaml
@@ -15,10 +15,11 @@ RUN = "run_dir=/shared/runs/a"
 
 
 def test_the_command_is_the_users_own_and_survives_the_shell():
-    given = [RUN, "algorithm=sao", "task.options={lowest: 2, highest: 3}", "name=it's"]
-    job = training(given[:2] + given[3:], None, [])
-    assert shlex.split(job.entrypoint) == ["exec", "rlframe", "train", RUN, "algorithm=sao", "name=it's"]
-    assert job.name == "it's"
+    given = [RUN, "algorithm=sao", "task.options={a: 2, b: [$HOME, x]}", "name='two words; no shell'"]
+    job = training(given, None, [])
+    words = subprocess.run(["sh", "-c", f"set -- {job.entrypoint}; printf '%s\\n' \"$@\""], capture_output=True, text=True)
+    assert words.stdout.splitlines() == ["exec", "rlframe", "train", *given]
+    assert job.name == "two words; no shell"
 
 
 def test_a_job_may_take_minutes_to_save_when_it_is_stopped_and_takes_no_secret_files_along():

@@ -1,0 +1,120 @@
+"""A real cluster of three nodes with token authentication: jobs sent to it, stopped and resumed, and where they run.
+
+Every node has a loopback address of its own, so that a rank that looked for its peers on its own host would not find them.
+"""
+
+import json
+import re
+import time
+from importlib.metadata import version
+
+import pytest
+from ray_cluster import ROOT, TOKEN, ray_cluster
+
+pytestmark = pytest.mark.slow
+WORKERS = ["127.0.0.2", "127.0.0.3"]
+KEY = "a-wandb-key-that-nobody-may-see"
+SMALL = ["rollout=torch", "log.wandb=disabled", "batch_size=8", "eval.size=8", "eval.every=0"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_cluster([4, 4], WANDB_API_KEY=KEY) as running:
+        yield running
+
+
+def steps(run_dir) -> list[int]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def actors(cluster) -> dict[str, list[str]]:
+    """Addresses of the nodes that living actors are on, by class, as Ray's state API knows them."""
+    ips = {node["node_id"]: node["node_ip"] for node in cluster.get("/api/v0/nodes")["data"]["result"]["result"]}
+    found: dict[str, list[str]] = {}
+    for actor in cluster.get("/api/v0/actors?detail=1")["data"]["result"]["result"]:
+        if actor["state"] == "ALIVE":
+            found.setdefault(actor["class_name"], []).append(ips[actor["node_id"]])
+    return found
+
+
+def test_pools_on_three_nodes(cluster):
+    out = cluster.call("python", str(ROOT / "tests" / "trainer" / "pool_checks.py"), cluster.head, cluster.dashboard)
+    found = json.loads(out.splitlines()[-1])
+    assert re.match(r"The job asks for 10 CPUs \(actor.ranks=9 x .* has 8; lower one of these settings\.$", found["too_much"])
+    assert "1 x learner (5 CPU each) and 1 x rollout (1 CPU each) cannot be placed on the nodes" in found["too_large"]
+    assert found["too_large"].count(": 4 CPU, 0 GPU") == 2
+    assert found["ray"] == version("ray")
+    assert len(found["learner"]) == 3 and len(set(found["learner"])) == 1, "ranks are packed"
+    assert sorted(found["rollout"]) == WORKERS, "rollout workers are spread"
+    assert "which the cluster has, but 3 CPUs and 0 GPUs are free now" in found["busy"]
+    assert re.fullmatch(rf"tcp://{re.escape(found['learner'][0])}:\d+", found["meet_at"])
+
+
+@pytest.fixture(scope="module")
+def stopped(cluster, tmp_path_factory):
+    """A job with its own prompts and reward function, on both nodes, stopped once it has made a step."""
+    run_dir = tmp_path_factory.mktemp("submitted") / "run"
+    job = ["steps=100000", "actor.ranks=2", "actor.cpus=3", "rollout.workers=2", "task=jsonl", "task.train=prompts.jsonl"]
+    job += ["task.reward=reward:near_sum", *SMALL, f"run_dir={run_dir}"]
+    sent = cluster.call("rlframe", "submit", "--no-wait", "--id", "first", "--working-dir", str(ROOT / "examples/jsonl"), *job)
+    assert sent.splitlines()[-1] == "first"
+    while not (len(steps(run_dir)) > 1):
+        status = cluster.call("rlframe", "job", "status", "first")
+        assert status.startswith(("PENDING", "RUNNING")), cluster.call("rlframe", "job", "logs", "first")
+        time.sleep(1)
+    where = actors(cluster)
+    (driver,) = [job for job in cluster.get("/api/jobs/") if job["submission_id"] == "first"]
+    assert "stopping" in cluster.call("rlframe", "job", "stop", "first")
+    log = cluster.call("rlframe", "job", "logs", "-f", "first", expect=1)
+    return run_dir, where, driver, log
+
+
+def test_ranks_and_rollout_workers_of_a_submitted_job_run_on_the_nodes_of_the_cluster(stopped):
+    _, where, _, _ = stopped
+    assert sorted(where["LearnerRank"]) == WORKERS, "a rank of 3 CPUs on each node of 4"
+    assert sorted(where["RolloutWorker"]) == WORKERS
+
+
+def test_a_stopped_job_saves_first(stopped):
+    run_dir, _, _, log = stopped
+    assert "stopping after this step; a checkpoint is written" in log
+    assert log.rstrip().endswith("first STOPPED")
+    last = steps(run_dir)[-1]
+    assert (run_dir / "checkpoints" / "LATEST").read_text().strip() == f"step_{last:06d}"
+
+
+def test_a_stopped_job_is_resumed_through_the_cluster(cluster, stopped):
+    run_dir, *_ = stopped
+    done = steps(run_dir)[-1]
+    log = cluster.call(
+        "rlframe", "submit", "--working-dir", str(ROOT / "examples/jsonl"), "--resume", str(run_dir), f"steps={done + 1}"
+    )
+    assert f"resumed after step {done}" in log and log.rstrip().endswith("SUCCEEDED")
+    assert steps(run_dir) == list(range(done + 2))
+
+
+def test_rays_own_command_submits_too_and_the_run_joins_its_cluster(cluster, tmp_path):
+    run_dir = tmp_path / "run"
+    out = cluster.call("ray", "job", "submit", "--", "rlframe", "train", f"run_dir={run_dir}", "steps=1", *SMALL)
+    assert "succeeded" in out
+    assert steps(run_dir) == [0, 1]
+    classes = [actor["class_name"] for actor in cluster.get("/api/v0/actors?detail=1")["data"]["result"]["result"]]
+    assert classes.count("LearnerRank") >= 1
+
+
+@pytest.mark.usefixtures("stopped")
+def test_jobs_are_listed_and_what_the_cluster_refuses_is_one_sentence(cluster):
+    out = cluster.call("rlframe", "job", "status", "nobody", expect=2)
+    assert "has no job nobody" in out and "Traceback" not in out
+    listed = cluster.call("rlframe", "job", "list")
+    assert "first  STOPPED  rlframe train steps=100000" in listed
+    assert "wants a token" in cluster.call("rlframe", "job", "list", expect=2, RAY_AUTH_TOKEN="x" * 40)
+
+
+def test_secrets_of_the_cluster_reach_the_job_and_are_shown_and_saved_nowhere(cluster, stopped):
+    run_dir, _, driver, log = stopped
+    everywhere = [json.dumps(cluster.get("/api/jobs/")), json.dumps(driver), log]
+    everywhere += [path.read_text(errors="replace") for path in run_dir.rglob("*") if path.is_file()]
+    for secret in (KEY, TOKEN):
+        assert not any(secret in text for text in everywhere)
