@@ -6,7 +6,9 @@ Every node has a loopback address of its own, so that a rank that looked for its
 import json
 import re
 import time
+from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from ray_cluster import ROOT, TOKEN, ray_cluster
@@ -51,6 +53,16 @@ def test_pools_on_three_nodes(cluster):
     assert re.fullmatch(rf"tcp://{re.escape(found['learner'][0])}:\d+", found["meet_at"])
 
 
+@dataclass
+class Stopped:
+    """A job that was stopped."""
+
+    run_dir: Path
+    where: dict[str, list[str]]
+    environment: list[str]
+    log: str
+
+
 @pytest.fixture(scope="module")
 def stopped(cluster, tmp_path_factory):
     """A job with its own prompts and reward function, on both nodes, stopped once it has made a step."""
@@ -59,39 +71,37 @@ def stopped(cluster, tmp_path_factory):
     job += ["task.reward=reward:near_sum", *SMALL, f"run_dir={run_dir}"]
     sent = cluster.call("rlframe", "submit", "--no-wait", "--id", "first", "--working-dir", str(ROOT / "examples/jsonl"), *job)
     assert sent.splitlines()[-1] == "first"
-    while not (len(steps(run_dir)) > 1):
-        status = cluster.call("rlframe", "job", "status", "first")
-        assert status.startswith(("PENDING", "RUNNING")), cluster.call("rlframe", "job", "logs", "first")
-        time.sleep(1)
+    while len(steps(run_dir)) < 2:
+        status = cluster.get("/api/jobs/first")["status"]
+        assert status in ("PENDING", "RUNNING"), cluster.call("rlframe", "job", "logs", "first")
+        time.sleep(0.2)
+    assert cluster.call("rlframe", "job", "status", "first").startswith("RUNNING")
     where = actors(cluster)
-    (driver,) = [job for job in cluster.get("/api/jobs/") if job["submission_id"] == "first"]
+    driver = cluster.get("/api/jobs/first")["driver_info"]["pid"]
+    inherited = Path(f"/proc/{driver}/environ").read_text().split("\0")
     assert "stopping" in cluster.call("rlframe", "job", "stop", "first")
     log = cluster.call("rlframe", "job", "logs", "-f", "first", expect=1)
-    return run_dir, where, driver, log
+    return Stopped(run_dir, where, inherited, log)
 
 
 def test_ranks_and_rollout_workers_of_a_submitted_job_run_on_the_nodes_of_the_cluster(stopped):
-    _, where, _, _ = stopped
-    assert sorted(where["LearnerRank"]) == WORKERS, "a rank of 3 CPUs on each node of 4"
-    assert sorted(where["RolloutWorker"]) == WORKERS
+    assert sorted(stopped.where["LearnerRank"]) == WORKERS, "a rank of 3 CPUs on each node of 4"
+    assert sorted(stopped.where["RolloutWorker"]) == WORKERS
 
 
 def test_a_stopped_job_saves_first(stopped):
-    run_dir, _, _, log = stopped
-    assert "stopping after this step; a checkpoint is written" in log
-    assert log.rstrip().endswith("first STOPPED")
-    last = steps(run_dir)[-1]
-    assert (run_dir / "checkpoints" / "LATEST").read_text().strip() == f"step_{last:06d}"
+    assert "stopping after this step; a checkpoint is written" in stopped.log
+    assert stopped.log.rstrip().endswith("first STOPPED")
+    last = steps(stopped.run_dir)[-1]
+    assert (stopped.run_dir / "checkpoints" / "LATEST").read_text().strip() == f"step_{last:06d}"
 
 
 def test_a_stopped_job_is_resumed_through_the_cluster(cluster, stopped):
-    run_dir, *_ = stopped
-    done = steps(run_dir)[-1]
-    log = cluster.call(
-        "rlframe", "submit", "--working-dir", str(ROOT / "examples/jsonl"), "--resume", str(run_dir), f"steps={done + 1}"
-    )
+    done = steps(stopped.run_dir)[-1]
+    goes_on = ["--working-dir", str(ROOT / "examples/jsonl"), "--resume", str(stopped.run_dir), f"steps={done + 1}"]
+    log = cluster.call("rlframe", "submit", *goes_on)
     assert f"resumed after step {done}" in log and log.rstrip().endswith("SUCCEEDED")
-    assert steps(run_dir) == list(range(done + 2))
+    assert steps(stopped.run_dir) == list(range(done + 2))
 
 
 def test_rays_own_command_submits_too_and_the_run_joins_its_cluster(cluster, tmp_path):
@@ -113,8 +123,8 @@ def test_jobs_are_listed_and_what_the_cluster_refuses_is_one_sentence(cluster):
 
 
 def test_secrets_of_the_cluster_reach_the_job_and_are_shown_and_saved_nowhere(cluster, stopped):
-    run_dir, _, driver, log = stopped
-    everywhere = [json.dumps(cluster.get("/api/jobs/")), json.dumps(driver), log]
-    everywhere += [path.read_text(errors="replace") for path in run_dir.rglob("*") if path.is_file()]
+    assert f"WANDB_API_KEY={KEY}" in stopped.environment
+    everywhere = [json.dumps(cluster.get("/api/jobs/")), stopped.log]
+    everywhere += [path.read_text(errors="replace") for path in stopped.run_dir.rglob("*") if path.is_file()]
     for secret in (KEY, TOKEN):
         assert not any(secret in text for text in everywhere)
