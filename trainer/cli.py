@@ -7,7 +7,20 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.commands import Command, doctor, job, presets, resume, settings, submit, train
+from trainer.commands import (
+    Command,
+    doctor,
+    job,
+    metrics,
+    presets,
+    report,
+    resume,
+    rollouts,
+    serve,
+    settings,
+    submit,
+    train,
+)
 
 COMMANDS: dict[str, Command] = {
     "train": train,
@@ -17,6 +30,10 @@ COMMANDS: dict[str, Command] = {
     "doctor": doctor,
     "presets": presets,
     "settings": settings,
+    "metrics": metrics,
+    "rollouts": rollouts,
+    "report": report,
+    "serve": serve,
 }
 """Every command, in the order of ``rlframe --help``."""
 

@@ -133,7 +133,7 @@ class VLLMEngine:
             logprobs=k,
             seed=params.seed if self._seeds_allowed else None,
         )
-        stream = llm.generate(prompt, wanted, request_id, lora_request=self._lora_request)
+        stream = llm.generate(prompt, wanted, request_id, lora_request=self._lora())
         self._in_flight += 1
         try:
             (final,) = [output async for output in stream]
@@ -144,6 +144,10 @@ class VLLMEngine:
         finally:
             self._in_flight -= 1
         return completion_of(final.outputs[0], k)
+
+    def _lora(self) -> Any:
+        """The adapter of a request that starts now."""
+        return self._lora_request
 
     async def load_weights(self, update: WeightUpdate) -> str:
         """Serve ``update`` from now on; see `workers.rollout.engine.Engine.load_weights`."""
