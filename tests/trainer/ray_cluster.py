@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,15 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+def wait_for_port(port: int, process: subprocess.Popen, log: Path) -> None:
+    """Return when ``process`` accepts connections at ``port``."""
+    while True:
+        assert process.poll() is None, f"the head did not start: {log.read_text()[-3000:]}"
+        with suppress(OSError):
+            return socket.create_connection(("127.0.0.1", port), 60).close()
+        time.sleep(0.2)
 
 
 class RayCluster:
@@ -119,6 +128,8 @@ def ray_cluster(workers: list[int], **variables: str):
             command = [str(BIN / "ray"), "start", *node, *common, f"--dashboard-agent-listen-port={agent}"]
             with log.open("w") as file:
                 running.append(subprocess.Popen(command, env=environment(**variables), stdout=file, stderr=subprocess.STDOUT))
+            if len(running) == 1:
+                wait_for_port(gcs, running[0], log)
         cluster = RayCluster(head, f"http://127.0.0.1:{dashboard}")
         cluster.wait_for_nodes(running, logs)
         yield cluster

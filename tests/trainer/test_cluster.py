@@ -30,12 +30,12 @@ def steps(run_dir) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def actors(cluster) -> dict[str, list[str]]:
-    """Addresses of the nodes that living actors are on, by class, as Ray's state API knows them."""
+def actors(cluster, job_id: str) -> dict[str, list[str]]:
+    """Addresses of the nodes that the living actors of a job are on, by class, as Ray's state API knows them."""
     ips = {node["node_id"]: node["node_ip"] for node in cluster.get("/api/v0/nodes")["data"]["result"]["result"]}
     found: dict[str, list[str]] = {}
     for actor in cluster.get("/api/v0/actors?detail=1")["data"]["result"]["result"]:
-        if actor["state"] == "ALIVE":
+        if actor["state"] == "ALIVE" and actor["job_id"] == job_id:
             found.setdefault(actor["class_name"], []).append(ips[actor["node_id"]])
     return found
 
@@ -49,7 +49,7 @@ def test_pools_on_three_nodes(cluster):
     assert found["ray"] == version("ray")
     assert len(found["learner"]) == 3 and len(set(found["learner"])) == 1, "ranks are packed"
     assert sorted(found["rollout"]) == WORKERS, "rollout workers are spread"
-    assert "which the cluster has, but 3 CPUs and 0 GPUs are free now" in found["busy"]
+    assert re.search(r"which the cluster has, but [\d.]+ CPUs and 0 GPUs are free now; stop another job", found["busy"])
     assert re.fullmatch(rf"tcp://{re.escape(found['learner'][0])}:\d+", found["meet_at"])
 
 
@@ -67,18 +67,20 @@ class Stopped:
 def stopped(cluster, tmp_path_factory):
     """A job with its own prompts and reward function, on both nodes, stopped once it has made a step."""
     run_dir = tmp_path_factory.mktemp("submitted") / "run"
-    job = ["steps=100000", "actor.ranks=2", "actor.cpus=3", "rollout.workers=2", "task=jsonl", "task.train=prompts.jsonl"]
-    job += ["task.reward=reward:near_sum", *SMALL, f"run_dir={run_dir}"]
-    sent = cluster.call("rlframe", "submit", "--no-wait", "--id", "first", "--working-dir", str(ROOT / "examples/jsonl"), *job)
+    given = ["steps=100000", "actor.ranks=2", "actor.cpus=3", "rollout.workers=2", "task=jsonl", "task.train=prompts.jsonl"]
+    given += ["task.reward=reward:near_sum", *SMALL, f"run_dir={run_dir}"]
+    sent = cluster.call(
+        "rlframe", "submit", "--no-wait", "--id", "first", "--working-dir", str(ROOT / "examples/jsonl"), *given
+    )
     assert sent.splitlines()[-1] == "first"
     while len(steps(run_dir)) < 2:
-        status = cluster.get("/api/jobs/first")["status"]
-        assert status in ("PENDING", "RUNNING"), cluster.call("rlframe", "job", "logs", "first")
+        job = cluster.get("/api/jobs/first")
+        assert job is None or job["status"] in ("PENDING", "RUNNING"), cluster.call("rlframe", "job", "logs", "first")
         time.sleep(0.2)
     assert cluster.call("rlframe", "job", "status", "first").startswith("RUNNING")
-    where = actors(cluster)
-    driver = cluster.get("/api/jobs/first")["driver_info"]["pid"]
-    inherited = Path(f"/proc/{driver}/environ").read_text().split("\0")
+    job = cluster.get("/api/jobs/first")
+    where = actors(cluster, job["job_id"])
+    inherited = Path(f"/proc/{job['driver_info']['pid']}/environ").read_text().split("\0")
     assert "stopping" in cluster.call("rlframe", "job", "stop", "first")
     log = cluster.call("rlframe", "job", "logs", "-f", "first", expect=1)
     return Stopped(run_dir, where, inherited, log)
@@ -109,8 +111,10 @@ def test_rays_own_command_submits_too_and_the_run_joins_its_cluster(cluster, tmp
     out = cluster.call("ray", "job", "submit", "--", "rlframe", "train", f"run_dir={run_dir}", "steps=1", *SMALL)
     assert "succeeded" in out
     assert steps(run_dir) == [0, 1]
-    classes = [actor["class_name"] for actor in cluster.get("/api/v0/actors?detail=1")["data"]["result"]["result"]]
-    assert classes.count("LearnerRank") >= 1
+    job_id = re.search(r"raysubmit_\w+", out)[0]
+    job = cluster.get(f"/api/jobs/{job_id}")["job_id"]
+    seen = cluster.get("/api/v0/actors?detail=1")["data"]["result"]["result"]
+    assert {actor["class_name"] for actor in seen if actor["job_id"] == job} >= {"LearnerRank", "RolloutWorker"}
 
 
 @pytest.mark.usefixtures("stopped")
