@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 WORKERS = ["127.0.0.2", "127.0.0.3"]
 KEY = "a-wandb-key-that-nobody-may-see"
 SMALL = ["rollout=torch", "log.wandb=disabled", "batch_size=8", "eval.size=8", "eval.every=0"]
+FOLDER = ["--working-dir", str(ROOT / "examples" / "jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_ranks_and_rollout_workers_of_a_submitted_job_run_on_the_nodes_of_the_cl
 
 
 def test_a_stopped_job_saves_first(stopped):
-    assert "stopping after this step; a checkpoint is written" in stopped.log
+    assert "stopping; a checkpoint is written" in stopped.log
     assert stopped.log.rstrip().endswith("first STOPPED")
     last = steps(stopped.run_dir)[-1]
     assert (stopped.run_dir / "checkpoints" / "LATEST").read_text().strip() == f"step_{last:06d}"
@@ -100,8 +101,7 @@ def test_a_stopped_job_saves_first(stopped):
 
 def test_a_stopped_job_is_resumed_through_the_cluster(cluster, stopped):
     done = steps(stopped.run_dir)[-1]
-    goes_on = ["--working-dir", str(ROOT / "examples/jsonl"), "--resume", str(stopped.run_dir), f"steps={done + 1}"]
-    log = cluster.call("rlframe", "submit", *goes_on)
+    log = cluster.call("rlframe", "submit", *FOLDER, "--resume", str(stopped.run_dir), f"steps={done + 1}")
     assert f"resumed after step {done}" in log and log.rstrip().endswith("SUCCEEDED")
     assert steps(stopped.run_dir) == list(range(done + 2))
 
