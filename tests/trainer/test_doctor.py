@@ -41,6 +41,15 @@ def test_an_engine_that_is_missing_or_does_not_import_says_what_to_install(monke
     assert "rlframe[train,vllm" in (doctor.engine("vllm").todo or "")
 
 
+def test_an_engine_that_is_optional_is_looked_at_only_where_it_is(monkeypatch):
+    monkeypatch.setattr(doctor, "engine", lambda name, start: doctor.Finding(f"engine {name}", ""))
+    monkeypatch.setitem(doctor.ENGINES, "sglang", ("no-such-distribution",))
+    names = [finding.name for finding in doctor.check_all(start=False)]
+    assert {"engine torch", "engine vllm"} <= set(names) and "engine sglang" not in names
+    monkeypatch.setitem(doctor.ENGINES, "sglang", ("torch",))
+    assert "engine sglang" in [finding.name for finding in doctor.check_all(start=False)]
+
+
 def test_a_program_that_fails_gives_its_last_line():
     assert doctor._python("print('fine')") is None
     assert doctor._python("raise RuntimeError('no luck')") == "RuntimeError: no luck"
