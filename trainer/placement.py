@@ -182,9 +182,8 @@ def plan(config: Config) -> Placement:
     )
     for group in placement.groups:
         if group.gpus > 1 and group.gpus % 1:
-            raise ConfigError(
-                f"{group.count_key.split('.')[0]}.gpus={group.gpus:g} is not possible; Ray gives out parts of one GPU, or whole ones."
-            )
+            key = f"{group.count_key.split('.')[0]}.gpus"
+            raise ConfigError(f"{key}={group.gpus:g} is not possible; Ray gives out parts of one GPU, or whole ones.")
     placement.check_machine()
     return placement
 
