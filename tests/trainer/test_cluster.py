@@ -123,6 +123,8 @@ def test_jobs_are_listed_and_what_the_cluster_refuses_is_one_sentence(cluster):
     assert "has no job nobody" in out and "Traceback" not in out
     listed = cluster.call("rlframe", "job", "list")
     assert "first  STOPPED  rlframe train steps=100000" in listed
+    again = cluster.call("rlframe", "submit", "--id", "first", "--working-dir", "", "run_dir=/nowhere", expect=2)
+    assert "already exists" in again and "Traceback" not in again
     assert "wants a token" in cluster.call("rlframe", "job", "list", expect=2, RAY_AUTH_TOKEN="x" * 40)
 
 
