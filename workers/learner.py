@@ -6,11 +6,13 @@ frozen one, and a full-weights critic owns its backbone. The controller talks to
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -46,6 +48,8 @@ class LearnerRank:
 
     def join(self, address: str) -> None:
         """Join the process group and seed this process."""
+        if interface := _interface_of(_node_ip()):  # gloo would take that of the host name, often the loopback's
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo", init_method=address, rank=self.rank, world_size=self.ranks
         )
@@ -157,6 +161,12 @@ def _node_ip() -> str:
     import ray
 
     return ray.util.get_node_ip_address()
+
+
+def _interface_of(ip: str) -> str | None:
+    """The network interface of this machine that has the address ``ip``."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(each.address == ip for each in addresses)), None)
 
 
 def _seed_everything(seed: int) -> None:

@@ -12,7 +12,13 @@ from trainer.compose import compose, load_yaml, to_yaml
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS, *sorted(ROOT.glob("examples/*/README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "docker" / "README.md",
+    *DOCS,
+    *sorted(ROOT.glob("examples/*/README.md")),
+]
 MAKEFILE = (ROOT / "Makefile").read_text()
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:do )?((?:\S*/)?(?:rlframe|make|python) .*)")

@@ -95,6 +95,16 @@ def test_an_engine_that_no_node_can_hold_is_refused_although_the_cluster_has_eno
     asked.check_cluster({"a": {"CPU": 1.0}, "b": {"CPU": 1.0, "GPU": 4.0}})
 
 
+def test_one_and_a_half_gpus_are_refused_and_half_a_gpu_is_not():
+    config = job()
+    config.cluster.address = "auto"
+    config.rollout.gpus = 0.5
+    assert plan(config).gpus == 0.5
+    config.rollout.gpus = 1.5
+    with pytest.raises(ConfigError, match=r"^rollout\.gpus=1\.5 is not possible"):
+        plan(config)
+
+
 def every_way(a: int, b: int, nodes: int):
     """All ways to put ``a`` and ``b`` equal things on ``nodes``."""
     for where in itertools.product(range(nodes), repeat=a + b):
