@@ -76,23 +76,23 @@ def done(value):
     return future
 
 
-def run(run_dir: Path, *overrides: str, resume: bool = False) -> list[dict]:
-    """Train and return the lines of ``metrics.jsonl``."""
+def run(run_dir: Path, *overrides: str, resume: bool = False, worker: type[RolloutWorker] = RolloutWorker) -> list[dict]:
+    """Train with rollout workers of class ``worker`` and return the lines of ``metrics.jsonl``."""
     config = compose([f"run_dir={run_dir}", *SMALL, *overrides])
     check(config)
     for folder in ("logs", "rollouts", "checkpoints"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
-    asyncio.run(_attempt(config, run_dir, resume))
+    asyncio.run(_attempt(config, run_dir, resume, worker))
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-async def _attempt(config, run_dir, resume):
+async def _attempt(config, run_dir, resume, worker):
     learner_module._node_ip = lambda: "127.0.0.1"
     inputs = read_inputs(config)
     checkpoint = Checkpoints(run_dir, config.checkpoint).newest()[0] if resume else None
     step = recovery.read_state(checkpoint)["step"] if checkpoint else None
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
-    rollouts = RolloutGroup(config, lambda i: Handle(RolloutWorker(config, inputs.model_path, i)))
+    rollouts = RolloutGroup(config, lambda i: Handle(worker(config, inputs.model_path, i)))
     learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None))])
     try:
         await asyncio.gather(rollouts.start(), learner.start())

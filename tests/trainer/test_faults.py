@@ -18,7 +18,7 @@ from trainer.tracking import Tracker
 from workers.group import LearnerGroup
 from workers.rollout.group import RolloutGroup
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # also of a machine that does much else
 OPTIONS = [
     "steps=5",
     "max_staleness=0",

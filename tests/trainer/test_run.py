@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import alive, descendants, named, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # also of a machine that does much else
 COMMON = ["batch_size=16", "eval.size=16", "eval.every=2", "checkpoint.every=2"]
 
 
