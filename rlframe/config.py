@@ -39,13 +39,13 @@ class TaskConfig:
     """Where prompts come from and how answers are rewarded."""
 
     name: str = "arithmetic"
-    """Name of the environment: arithmetic, countdown, jsonl, parquet."""
+    """Name of the environment: arithmetic, countdown, wordle, reasoning_gym, jsonl, parquet; or ``module:factory``."""
     train: Optional[str] = None
     """File of training prompts (jsonl, parquet)."""
     eval: Optional[str] = None
     """File of held-out prompts; without one, ``eval.size`` problems are held out from ``train``."""
     reward: Optional[str] = None
-    """Reward function of a prompt file, as ``module:function``; the current directory is searched, too."""
+    """Reward function of a prompt file: ``module:function`` (the current directory is searched, too), or ``math``."""
     reward_workers: int = 2
     """Processes that run the reward function, for each rollout worker."""
     reward_timeout_s: float = 30.0
@@ -110,7 +110,7 @@ class RolloutConfig:
     """The samplers."""
 
     engine: str = "vllm"
-    """``vllm`` or ``torch``."""
+    """``vllm``, ``sglang`` or ``torch``."""
     workers: int = 1
     """Rollout workers, each one Ray actor that owns one engine."""
     temperature: float = 1.0
@@ -132,10 +132,16 @@ class RolloutConfig:
     ``abort`` (ended, and re-issued with what they had sampled)."""
     dtype: str = "float32"
     """Dtype of the engine's weights."""
+    quantize: Optional[str] = None
+    """Round what is served to ``int8``, ``int4``, ``int3`` or ``fp8`` per output channel: a stand-in for a low-precision
+    engine. Held-out problems are then answered by one more engine, under the actor's own weights."""
+    weight_noise: float = 0.0
+    """Noise on what is served, drawn anew at every sync, relative to the root mean square of an output channel."""
     max_concurrency: int = 256
     """Episodes that one worker runs at once."""
     probe_every: int = 10
-    """Every so many weight syncs the engine's log-probabilities of a fixed prompt are compared with the actor's; 0: never."""
+    """Every so many weight syncs the engine's log-probabilities of a fixed prompt are compared with the actor's; 0: never,
+    as with ``quantize`` or ``weight_noise``."""
     probe_tolerance: float = 1e-3
     """Largest difference accepted by that comparison, nats (raise it for bfloat16 engines)."""
     timeout_s: float = 600.0
@@ -151,6 +157,10 @@ class RolloutConfig:
     """GPUs that one engine spans."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """More arguments of the engine."""
+    server_urls: list[str] = field(default_factory=list)
+    """sglang: addresses of running servers, one for each worker; empty: every worker starts its own."""
+    weights_dir: Optional[str] = None
+    """sglang: folder that new weights pass through, seen by worker and server alike; null: memory of the worker's machine."""
 
 
 @dataclass
@@ -248,7 +258,8 @@ class ClusterConfig:
     """Ray."""
 
     address: Optional[str] = None
-    """null: start a local Ray head; ``auto`` or host:port: join a running cluster."""
+    """null: the cluster of RAY_ADDRESS (Ray sets it inside a job), else a Ray head started on this machine; ``local``: the
+    latter in any case; ``auto`` or host:port: join a running cluster."""
     device: str = "auto"
     """``cpu``, ``cuda`` or auto: cuda where ``actor.gpus`` is above 0."""
     startup_timeout_s: float = 600.0
@@ -309,6 +320,33 @@ class LogConfig:
 
 
 @dataclass
+class ServerConfig:
+    """``rlframe serve``: the HTTP API in front of sessions and samplers."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0: any free one."""
+    keys_file: Optional[str] = None
+    """File of API keys, a line each: a key that begins with ``tml-``, or a user's name and a key; null: one key is made up and
+    kept in the run directory."""
+    lora_alpha: float = 32.0
+    """Scale of the adapters: alpha / rank * B A."""
+    max_rank: int = 64
+    """Largest rank that a client may ask for."""
+    max_models: int = 64
+    """Most models in memory; more are put to sleep on disk, longest unused first."""
+    max_loras: int = 8
+    """Most adapters that a sampler holds ready at once."""
+    max_request_mb: int = 64
+    """Largest body of a request."""
+    idle_timeout_s: float = 1800.0
+    """After this long without a sign of its client a model is saved and leaves memory, until it is asked for again."""
+    result_ttl_s: float = 900.0
+    """How long the result of a request is kept for its client."""
+
+
+@dataclass
 class Config:
     """A whole job."""
 
@@ -337,6 +375,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
 
 def critic_names(config: Config) -> tuple[str, ...]:
@@ -346,3 +385,8 @@ def critic_names(config: Config) -> tuple[str, ...]:
     if config.critic.per_env:
         return (config.task.name,)
     return tuple(f"critic_{i}" for i in range(config.critic.ensemble))
+
+
+def serves_other_weights(rollout: RolloutConfig) -> bool:
+    """Whether the engines are given weights that are not the actor's, on purpose."""
+    return rollout.quantize is not None or rollout.weight_noise > 0

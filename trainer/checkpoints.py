@@ -67,6 +67,8 @@ class Checkpoints:
         """
         await self.settle()
         start = time.perf_counter()
+        if await asyncio.to_thread(verify, self.root / f"step_{step:06d}") is None:
+            return  # a stop right after a checkpoint: nothing was learned since
         for leftover in self.root.glob("*.tmp"):
             await asyncio.to_thread(shutil.rmtree, leftover, ignore_errors=True)
         temporary = self.root / f"step_{step:06d}.{secrets.token_hex(2)}.tmp"
@@ -124,7 +126,7 @@ class Checkpoints:
         manifest = {"format": FORMAT, "step": step, "score": score, "files": files}
         replace(temporary / MANIFEST, json.dumps(manifest, indent=1))
         final = self.root / f"step_{step:06d}"
-        shutil.rmtree(final, ignore_errors=True)  # one that was found damaged
+        shutil.rmtree(final, ignore_errors=True)  # a damaged one
         temporary.rename(final)
         sync_folder(self.root)
         replace(self.root / "LATEST", final.name + "\n")

@@ -7,16 +7,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.commands import Command, metrics, presets, report, resume, rollouts, settings, train
+from trainer.commands import Command, job, metrics, presets, report, resume, rollouts, serve, settings, submit, train
 
 COMMANDS: dict[str, Command] = {
     "train": train,
     "resume": resume,
+    "submit": submit,
+    "job": job,
     "presets": presets,
     "settings": settings,
     "metrics": metrics,
     "rollouts": rollouts,
     "report": report,
+    "serve": serve,
 }
 """Every command, in the order of ``rlframe --help``."""
 

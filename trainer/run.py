@@ -7,38 +7,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
-import math
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
-from rlframe.config import Config, ConfigError
+from rlframe.config import Config, ConfigError, serves_other_weights
+from rlframe.engine_checks import check_installed
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
-from trainer import drift, recovery
+from trainer import attempts, drift, recovery
 from trainer.checkpoints import Checkpoints, step_of
+from trainer.cluster import reserve_pools, start_ray
 from trainer.compose import load_yaml, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
-from trainer.failures import RunFailed, WorkerDied
 from trainer.placement import plan
 from trainer.tracking import Tracker
 from workers.environments import make_environment
 from workers.environments.base import Environment
 from workers.group import LearnerGroup
+from workers.pools import Pool
 from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
-from workers.rollout.supervision import WorkerLost
 
 
 @dataclass
@@ -71,7 +71,7 @@ def train(config: Config) -> Path:
     with occupied(run_dir):
         try:
             replace(run_dir / "config.yaml", to_yaml(config))
-            run_attempts(config, inputs, run_dir, checkpoints, None)
+            attempts.repeat(config, checkpoints, None, partial(attempt, config, inputs, run_dir))
         except BaseException:
             if not any(checkpoints.root.iterdir()):
                 (run_dir / "config.yaml").unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def resume(run: str, overrides: list[str]) -> Path:
         if checkpoint is not None:
             recovery.check_prompts(checkpoint, inputs.stream)
         replace(run_dir / "config.yaml", to_yaml(config))
-        run_attempts(config, inputs, run_dir, checkpoints, checkpoint)
+        attempts.repeat(config, checkpoints, checkpoint, partial(attempt, config, inputs, run_dir))
     return run_dir
 
 
@@ -130,28 +130,10 @@ def occupied(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def run_attempts(config: Config, inputs: Inputs, run_dir: Path, checkpoints: Checkpoints, checkpoint: Path | None) -> None:
-    """Train from ``checkpoint`` (None: from the start); when a process of the run dies, again from the newest one.
-
-    Raises:
-        RunFailed: processes died more than ``checkpoint.max_failures`` times, or the run cannot go on for another reason.
-    """
-    restarts = recovery.read_state(checkpoint)["faults"].get("learner_restarts", 0) if checkpoint else 0
-    for left in range(config.checkpoint.max_failures, -1, -1):
-        try:
-            return asyncio.run(attempt(config, inputs, run_dir, checkpoint, restarts))
-        except WorkerDied as error:
-            if not left:
-                raise RunFailed(
-                    f"{error} That was more than checkpoint.max_failures={config.checkpoint.max_failures}."
-                ) from None
-            checkpoint, _ = checkpoints.newest()
-            restarts += 1
-            print(f"{error} Starting again from {checkpoint.name if checkpoint else 'step 0'} ({left - 1} more times at most).")
-
-
 def read_inputs(config: Config) -> Inputs:
     """Find the model, the tokenizer and the prompts, or raise ConfigError."""
+    if config.cluster.address is None and not config.rollout.server_urls:
+        check_installed(config.rollout.engine)
     model_path = resolve_model(config.model)
     trust = config.model.trust_remote_code
     find_modules_in(os.getcwd())
@@ -165,6 +147,12 @@ def read_inputs(config: Config) -> Inputs:
                 f"The prompt {problem.id} has {len(problem.tokens)} tokens, which leaves no room for an answer in "
                 f"rollout.max_model_len={config.rollout.max_model_len}; raise it or leave the prompt out."
             )
+    needed = getattr(environment, "answer_tokens", 1)
+    if config.rollout.max_new_tokens < needed:
+        raise ConfigError(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}, but an answer of task={config.task.name} takes up to "
+            f"{needed} tokens; raise it."
+        )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
     vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
     return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size)
@@ -184,67 +172,65 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
         WorkerDied: another attempt may succeed.
     """
     placement = plan(config)
-    state = recovery.read_state(checkpoint) if checkpoint else {"step": None, "wandb_id": None}
-    start_ray(config, placement.cpus)
+    state: dict[str, Any] = recovery.read_state(checkpoint) if checkpoint else {"step": -1, "wandb_id": None}
+    start_ray(placement)
     tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
     controller: Controller | None = None
     task = asyncio.current_task()
     assert task is not None
-    on_signal(tracker, task)
+    attempts.on_signal(tracker, task)
     try:
-        placement.check_cluster(ray.cluster_resources())
+        pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
         inputs.stream.position = 0
-        controller = await start_workers(config, inputs, run_dir, tracker)
+        controller = await start_workers(config, inputs, run_dir, tracker, pools)
         if checkpoint:
             await controller.learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
             tracker.say(f"resumed after step {controller.step} from {checkpoint}")
         controller.faults["learner_restarts"] = restarts
-        on_signal(tracker, task, controller)
+        attempts.on_signal(tracker, task, controller)
         await controller.run()
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except Exception as error:
-        raise await explain(first(error), controller) from None
+        raise await attempts.explain(error, controller) from None
     finally:
         if controller is not None:
-            await close(controller)
+            await attempts.close(controller)
         tracker.close()
         ray.shutdown()
 
 
-async def explain(error: BaseException, controller: Controller | None) -> BaseException:
-    """What ended an attempt: `WorkerDied` if a learner rank is gone, whoever noticed first, else ``error`` itself."""
-    if isinstance(error, RayActorError | WorkerLost):
-        return WorkerDied(f"A process of the run died: {str(error).splitlines()[0]}")
-    if controller is not None and not isinstance(error, RunFailed | ConfigError):
-        dead = await controller.learner.dead()
-        if dead:
-            return WorkerDied(f"Learner rank {dead[0]} died.")
-    return error
-
-
-async def close(controller: Controller) -> None:
-    """End the workers in order, within a time limit; a checkpoint that is being written is finished first, if it can be."""
-    with contextlib.suppress(Exception):
-        await asyncio.wait_for(controller.checkpoints.settle(), 60)
-    with contextlib.suppress(Exception):
-        await asyncio.wait_for(asyncio.gather(controller.rollouts.close(), controller.learner.close()), 20)
-
-
-async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker) -> Controller:
-    """Start engines and learner ranks side by side and hand them to a controller."""
+async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker, pools: dict[str, Pool]) -> Controller:
+    """Start engines and learner ranks side by side, each in its pool, and hand them to a controller."""
     logs = str(run_dir / "logs")
-    rollouts = RolloutGroup.launch(config, inputs.model_path, logs)
-    learner = LearnerGroup.launch(config, inputs.model_path, logs)
+    rollouts = evaluators = RolloutGroup.launch(config, inputs.model_path, logs, pools["rollout"])
+    if serves_other_weights(config.rollout):
+        (run_dir / "logs" / "evaluation").mkdir(exist_ok=True)
+        evaluators = RolloutGroup.launch(
+            evaluator_config(config), inputs.model_path, f"{logs}/evaluation", pools["rollout"].behind(config.rollout.workers)
+        )
+    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"])
     limit = config.cluster.startup_timeout_s
-    await asyncio.wait_for(asyncio.gather(rollouts.start(), learner.start()), limit)
-    return make_controller(config, inputs, run_dir, rollouts, learner, tracker)
+    groups: set[Any] = {rollouts, evaluators, learner}
+    await asyncio.wait_for(asyncio.gather(*(group.start() for group in groups)), limit)
+    return make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
+
+
+def evaluator_config(config: Config) -> Config:
+    """The engine that answers held-out problems under the actor's own weights, where the rollout workers serve others."""
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, workers=1, quantize=None, weight_noise=0.0))
 
 
 def make_controller(
-    config: Config, inputs: Inputs, run_dir: Path, rollouts: RolloutGroup, learner: LearnerGroup, tracker: Tracker
+    config: Config,
+    inputs: Inputs,
+    run_dir: Path,
+    rollouts: RolloutGroup,
+    evaluators: RolloutGroup,
+    learner: LearnerGroup,
+    tracker: Tracker,
 ) -> Controller:
     """The controller of a job whose workers have started."""
     return Controller(
@@ -255,6 +241,7 @@ def make_controller(
         head_size=min(config.rollout.head_size, inputs.vocab_size) if config.algorithm.score_centering else 0,
         sync_mode=sync_mode(config),
         rollouts=rollouts,
+        evaluators=evaluators,
         learner=learner,
         tracker=tracker,
         checkpoints=Checkpoints(run_dir, config.checkpoint),
@@ -262,44 +249,7 @@ def make_controller(
 
 
 def sync_mode(config: Config) -> str:
-    """How weights travel: as configured, or by what the actor trains."""
+    """How weights travel: as configured, or by what the actor trains and the engines are to serve."""
     if config.rollout.weight_sync != "auto":
         return config.rollout.weight_sync
-    return "merged" if config.actor.mode == "lora" else "full"
-
-
-def start_ray(config: Config, cpus: float) -> None:
-    """Join the cluster of ``cluster.address``, or start a local head (its CPUs are logical: as many as the job asks for)."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves engine and learner beside anything else that runs
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "configure_logging": True}
-    if config.cluster.address is None:
-        local = max(cpus, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=math.ceil(local), include_dashboard=False, **common)
-    else:
-        ray.init(address=config.cluster.address, **common)
-
-
-def on_signal(tracker: Tracker, task: asyncio.Task[None], controller: Controller | None = None) -> None:
-    """SIGTERM and Ctrl-C: the first one finishes the step and saves, if there is a controller; any other ends ``task`` now."""
-    stopping = controller is None
-
-    def stop() -> None:
-        nonlocal stopping
-        if stopping or controller is None:
-            task.cancel()
-            return
-        stopping = True
-        controller.stop()
-        tracker.say("stopping; a checkpoint is written (once more to leave without it)")
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-
-
-def first(error: BaseException) -> BaseException:
-    """The one exception inside nested groups that ended a run."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return "full" if config.actor.mode == "full" or serves_other_weights(config.rollout) else "merged"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import ray
@@ -13,6 +13,7 @@ from rlframe.files import Entry
 from rlframe.metrics import Metrics
 from rlframe.types import Batch
 from workers.learner import LearnerRank
+from workers.pools import Pool
 
 
 class LearnerGroup:
@@ -21,26 +22,30 @@ class LearnerGroup:
     A batch argument is what `share` returned.
     """
 
+    rank_class: type = LearnerRank
+    """What runs on every rank."""
+
     def __init__(self, ranks: list[Any]) -> None:
         """``ranks``: handles of `LearnerRank` actors, in rank order."""
         self.ranks = ranks
 
     @classmethod
-    def launch(cls, config: Config, model_path: str, log_dir: str | None) -> LearnerGroup:
-        """Create the actors; `start` makes them a group."""
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> Self:
+        """Create the actors in ``pool``; `start` makes them a group."""
         actor = config.actor
-        remote: Any = ray.remote(concurrency_groups={"files": 1})(LearnerRank)  # type: ignore[call-overload]
+        remote: Any = ray.remote(concurrency_groups={"files": 1})(cls.rank_class)  # type: ignore[call-overload]
         ranks = [
             remote.options(
                 num_cpus=actor.cpus,
                 num_gpus=actor.gpus,
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(actor.threads), "HF_HUB_OFFLINE": "1"}},
+                **pool.options(rank),
             ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log")
             for rank in range(actor.ranks)
         ]
         return cls(ranks)
 
-    def share(self, batch: Batch) -> Any:
+    def share(self, batch: Any) -> Any:
         """Put a batch where all ranks can read it, once."""
         return ray.put(batch)
 
@@ -65,9 +70,9 @@ class LearnerGroup:
         """One policy step."""
         return Metrics.merge(await self._all("update_actor", batch))
 
-    async def weight_update(self, version: int, mode: str, dtype: str) -> tuple[Any, str]:
+    async def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[Any, str]:
         """A reference to the weights (they go from rank 0 to the rollout workers, not through here) and their checksum."""
-        refs = [rank.weight_update.options(num_returns=2).remote(version, mode, dtype) for rank in self.ranks]
+        refs = [rank.weight_update.options(num_returns=2).remote(version, mode, dtype, exact) for rank in self.ranks]
         checksums = await asyncio.gather(*(checksum for _, checksum in refs))
         return refs[0][0], checksums[0]
 

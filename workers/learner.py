@@ -44,13 +44,17 @@ class LearnerRank:
             s.bind(("", 0))
             return f"tcp://{_node_ip()}:{s.getsockname()[1]}"
 
-    def start(self, address: str) -> None:
-        """Join the process group and build backbones, sessions and roles."""
+    def join(self, address: str) -> None:
+        """Join the process group and seed this process."""
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo", init_method=address, rank=self.rank, world_size=self.ranks
         )
         self.mesh = init_device_mesh(self.device.type, (self.ranks,))
         _seed_everything(self.config.seed * 1000 + self.rank)
+
+    def start(self, address: str) -> None:
+        """Join the process group and build backbones, sessions and roles."""
+        self.join(address)
         actor, critic = self.config.actor, self.config.critic
         policy_backbone = self._backbone(trainable=actor.mode == "full")
         spec = SessionSpec(
@@ -111,9 +115,9 @@ class LearnerRank:
         """One policy step on ``batch`` (advantages set); the metrics of this rank's shard."""
         return self.actor.update(batch.shard(self.rank, self.ranks), batch.num_actions)
 
-    def weight_update(self, version: int, mode: str, dtype: str) -> tuple[WeightUpdate | None, str]:
+    def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[WeightUpdate | None, str]:
         """The weights to serve as ``version`` (rank 0) and their checksum; see `Actor.weight_update`."""
-        return self.actor.weight_update(version, mode, dtype)
+        return self.actor.weight_update(version, mode, dtype, exact)
 
     def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
         """The policy's own log-probabilities of this rank's shard, for the served-weights check."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import alive, descendants, named, wait_for
+from wandb_file import wandb_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # also of a machine that does much else
 COMMON = ["batch_size=16", "eval.size=16", "eval.every=2", "checkpoint.every=2"]
@@ -77,8 +78,11 @@ def test_resume_goes_on_at_the_next_step_in_the_same_wandb_run(vllm_run):
     assert rows[:5] == before
     assert [row["version"] for row in rows[5:]] == list(range(5, len(rows)))
     assert "resumed after step 4" in console
-    ids = {path.name.rsplit("-", 1)[1] for path in (run_dir / "wandb").glob("offline-run-*")}
-    assert len(ids) == 1
+    files = wandb_files(run_dir)
+    assert len({file.id for file in files}) == 1
+    assert [step for file in files for step in file.steps] == [row["step"] for row in rows]
+    held_out = [row["eval/arithmetic/reward"] for row in rows if "eval/arithmetic/reward" in row]
+    assert files[-1].summary["eval/arithmetic/reward"] == held_out[-1]
 
 
 def test_a_killed_engine_comes_back_under_the_weights_of_the_actor(vllm_run):

@@ -11,6 +11,7 @@ import signal
 from typing import Protocol
 
 OVERRIDES = "settings, such as algorithm=sao actor.optim.lr=1e-5 (docs/configuration.md)"
+ADDRESS = "dashboard of the cluster, http://HEAD:8265; without it, that of RAY_API_SERVER_ADDRESS"
 
 
 class Command(Protocol):

@@ -26,6 +26,8 @@ def run(arguments: argparse.Namespace) -> None:
 
         print(report(config))
         return
+    from trainer.cluster import refuse_lost_run_dir
     from trainer.run import train
 
+    refuse_lost_run_dir(config)
     train(config)

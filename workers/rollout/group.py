@@ -19,6 +19,7 @@ import ray
 from rlframe.config import Config
 from rlframe.types import Batch, Prompt
 from workers.environments.base import FatalRewardError
+from workers.pools import Pool
 from workers.rollout.engine import Completion, SamplingParams
 from workers.rollout.supervision import Supervised, WorkerLost
 from workers.rollout.worker import COUNTERS, Collected, RolloutWorker
@@ -45,18 +46,38 @@ class RolloutGroup:
         self._admission = asyncio.Event()
 
     @classmethod
-    def launch(cls, config: Config, model_path: str, log_dir: str | None) -> RolloutGroup:
-        """Create the actors; `start` starts their engines."""
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> RolloutGroup:
+        """Create the actors in ``pool``; `start` starts their engines."""
         rollout, folder = config.rollout, os.getcwd()
-        remote: Any = ray.remote(RolloutWorker).options(
-            num_cpus=rollout.cpus, num_gpus=rollout.gpus, max_concurrency=rollout.max_concurrency, max_restarts=0
-        )
-        return cls(config, lambda i: remote.remote(config, model_path, i, log_dir and f"{log_dir}/rollout_{i}.log", folder))
+        remote: Any = ray.remote(RolloutWorker)
+
+        def spawn(i: int) -> Any:
+            return remote.options(
+                num_cpus=rollout.cpus,
+                num_gpus=rollout.gpus,
+                max_concurrency=rollout.max_concurrency,
+                max_restarts=0,
+                **pool.options(i),
+            ).remote(config, model_path, i, log_dir and f"{log_dir}/rollout_{i}.log", folder)
+
+        return cls(config, spawn)
 
     async def start(self) -> None:
         """Start all engines."""
         limit = self.config.cluster.startup_timeout_s
         await asyncio.gather(*(worker.call("start", limit_s=limit) for worker in self.workers))
+
+    async def revive(self) -> None:
+        """Start lost workers again; for a group whose workers have nothing in flight that could be lost.
+
+        Raises:
+            WorkerLost: one did not start, or has used up ``rollout.max_restarts``.
+        """
+        for worker in self.workers:
+            if worker.loss is not None:
+                if not worker.restarts_left:
+                    raise worker.loss
+                await worker.restart()
 
     def up(self) -> list[int]:
         """Workers that serve the current weights and take prompts."""
