@@ -227,8 +227,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "of these, the ones that took too long",
             "Grows: raise `rollout.timeout_s`, or look for hanging tools.",
         ),
-        Metric("fault/restarts", "rollout workers that died and were started again"),
-        Metric("fault/retries", "prompts that were issued again"),
+        Metric(
+            "fault/worker_restarts",
+            "times that a rollout worker was lost and started again, since the run began",
+            "Grows: the console and `logs/rollout_*.log` say why; see `rollout.max_restarts`.",
+        ),
+        Metric("fault/reissued", "prompts that were sent again because their rollout worker was lost"),
+        Metric("fault/learner_restarts", "attempts that ended with a learner rank, after which the run started again"),
         Metric(
             "data/epoch",
             "passes over the training prompts so far",
