@@ -20,8 +20,7 @@ watch     consumes what every loop says it waits for; ends the run with a dump w
           ``cluster.watchdog_s``.
 
 ``max_staleness`` is the buffer's capacity and nothing else (the bound is proved in `trainer.buffer`); 0 is the synchronous
-case of the same code. No formula, no engine and no file format lives here; `workers.rollout.supervision` says when a worker is
-lost.
+case of the same code. No formula, no engine and no file format lives here; `trainer.rescue` brings lost workers back.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from dataclasses import dataclass, field
 from rlframe.advantages import RunningMean, compute_advantages
 from rlframe.config import Config, serves_other_weights
 from rlframe.types import Batch, Prompt
-from trainer import recovery
+from trainer import recovery, rescue
 from trainer.buffer import Buffer, Slot, State
 from trainer.checkpoints import Checkpoints
 from trainer.data import PromptStream
@@ -129,7 +128,7 @@ class Controller:
             try:
                 collected = await self.rollouts.collect(worker)
             except WorkerLost as loss:
-                if not await self.bring_back(worker, loss):
+                if not await rescue.bring_back(self, worker, loss):
                     return
                 self.waits(f"collect_{worker}", "a rollout to finish")
                 continue
@@ -142,34 +141,6 @@ class Controller:
                 self.drop(slot, reason)
             if collected.slots or collected.failures:
                 self.waits(f"collect_{worker}", "a rollout to finish")
-
-    async def bring_back(self, worker: int, loss: WorkerLost) -> bool:
-        """Re-issue the prompts of a lost worker, start it again, and let prompts go to it when it serves the current weights.
-
-        Returns:
-            Whether it is back; False: the run goes on without it.
-        """
-        reissued, given_up = await self.rollouts.reissue(worker)
-        self.faults["reissued"] += reissued
-        for slot in given_up:
-            self.drop(slot, f"every worker that had it was lost, most recently because: {loss}")
-        while self.rollouts.workers[worker].restarts_left:
-            self.tracker.say(f"{loss} It is started again; {reissued} prompts are sent again.")
-            self.faults["worker_restarts"] += 1
-            self.waits(f"collect_{worker}", "its worker to start again")
-            try:
-                await self.rollouts.workers[worker].restart()
-                async with self.policy:
-                    await self.sync_weights([worker])
-                return True
-            except WorkerLost as again:
-                loss = again
-        self.rollouts.workers[worker].gone = True
-        limit = f"rollout.max_restarts={self.config.rollout.max_restarts}"
-        if all(place.gone for place in self.rollouts.workers):
-            raise RunFailed(f"No rollout worker is left, each having used up {limit}. {loss}")
-        self.tracker.say(f"{loss} It has used up {limit}; the run goes on without it.")
-        return False
 
     def drop(self, slot: int, reason: str) -> None:
         """A prompt gave no trajectory: free its slot and count it; when nothing succeeds any more, end the run."""
