@@ -36,7 +36,7 @@ from trainer import recovery, rescue
 from trainer.buffer import Buffer, Slot, State
 from trainer.checkpoints import Checkpoints
 from trainer.data import PromptStream
-from trainer.failures import RunFailed
+from trainer.failures import RunFailed, WorkerDied
 from trainer.metrics import Timers, eval_metrics, rollout_metrics, staleness_metrics
 from trainer.samples import Sample, choose
 from trainer.served import checksum_fault, probe_fault
@@ -249,10 +249,21 @@ class Controller:
     async def push(self, engines: RolloutGroup, workers: Collection[int], exact: bool = False) -> str:
         """Have ``workers`` hold the actor's weights (``exact``: not rounded either) and compare; returns their checksum."""
         update, expected = await self.learner.weight_update(self.version, self.sync_mode, self.config.rollout.dtype, exact)
-        fault = checksum_fault(await engines.update_weights(update, workers), expected, self.version)
+        loading = asyncio.ensure_future(engines.update_weights(update, workers))
+        if self.config.rollout.weight_channel == "nccl":
+            await self.send(len(workers))
+        fault = checksum_fault(await loading, expected, self.version)
         if fault:
             raise RunFailed(fault)
         return expected
+
+    async def send(self, places: int) -> None:
+        """The learner's part of a transfer over NCCL; nobody can leave one half-way, so a lost worker ends the attempt."""
+        try:
+            async with asyncio.timeout(self.config.rollout.timeout_s):
+                await self.learner.send_weights(places)
+        except TimeoutError:
+            raise WorkerDied("A transfer of weights over NCCL took longer than rollout.timeout_s.") from None
 
     async def evaluate(self) -> dict[str, float]:
         """Held-out reward of the policy."""

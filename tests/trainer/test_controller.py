@@ -89,8 +89,8 @@ class Recorder(RolloutWorker):
 
     updates: ClassVar[list] = []
 
-    async def update_weights(self, update):
-        checksum = await super().update_weights(update)
+    async def update_weights(self, update, *places):
+        checksum = await super().update_weights(update, *places)
         in_band = len(pickle.dumps(update, protocol=5, buffer_callback=lambda buffer: None))
         self.updates.append((update.version, checksum, update.mode, in_band / len(update.tensors)))
         return checksum
@@ -112,9 +112,9 @@ def test_every_version_reaches_the_sampler_as_flat_arrays_and_is_told_by_its_che
 class Deaf(RolloutWorker):
     """Goes on serving the first weights that it got."""
 
-    async def update_weights(self, update):
+    async def update_weights(self, update, *places):
         self.first = getattr(self, "first", update)
-        return await super().update_weights(self.first)
+        return await super().update_weights(self.first, *places)
 
 
 @pytest.mark.slow

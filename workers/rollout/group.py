@@ -151,7 +151,15 @@ class RolloutGroup:
 
     async def update_weights(self, update: Any, workers: Iterable[int]) -> dict[int, str]:
         """Serve new weights on ``workers``; the checksums of what each of them now serves, without those that are lost."""
-        return await self._each("update_weights", update, workers=workers)
+        order = list(workers)
+
+        async def ask(place: int, i: int) -> list[tuple[int, str]]:
+            with contextlib.suppress(WorkerLost):
+                return [(i, await self.workers[i].call("update_weights", update, place, len(order)))]
+            return []
+
+        answers = await asyncio.gather(*(ask(place, i) for place, i in enumerate(order)))
+        return dict(pair for pairs in answers for pair in pairs)
 
     async def probe(self, tokens: np.ndarray, k: int, workers: Iterable[int]) -> dict[int, Completion]:
         """The log-probabilities of a fixed prompt on each of ``workers``, without those that are lost."""
