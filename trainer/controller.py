@@ -268,16 +268,20 @@ class Controller:
     async def evaluate(self) -> dict[str, float]:
         """Held-out reward of the policy."""
         self.waits("learn", "the evaluation")
-        if self.evaluators is not self.rollouts:
-            await self.evaluators.revive()
-            await self.push(self.evaluators, [0], exact=True)
-            await self.evaluators.admit([0])
         sampling = self.sampling(temperature=self.config.eval.temperature)
-        try:
-            batch = await self.evaluators.evaluate(self.eval_prompts, sampling)
-        except FatalRewardError as error:
-            raise RunFailed(str(error)) from None
-        return eval_metrics(batch, self.config.task.name)
+        apart = self.evaluators is not self.rollouts
+        while True:
+            if apart:
+                await self.evaluators.revive()
+                await self.push(self.evaluators, [0], exact=True)
+                await self.evaluators.admit([0])
+            try:
+                batch = await self.evaluators.evaluate(self.eval_prompts, sampling, wait=not apart)
+                return eval_metrics(batch, self.config.task.name)
+            except FatalRewardError as error:
+                raise RunFailed(str(error)) from None
+            except WorkerLost as loss:
+                self.tracker.say(f"{loss} The evaluation is done again.")
 
     async def save(self) -> None:
         """Begin a checkpoint of everything that the next step depends on; it is written beside the next steps."""

@@ -172,22 +172,32 @@ class RolloutGroup:
         self._admission.set()
         await self._send()
 
-    async def evaluate(self, prompts: list[Prompt], sampling: SamplingParams) -> Batch:
+    async def evaluate(self, prompts: list[Prompt], sampling: SamplingParams, wait: bool = True) -> Batch:
         """One episode of every prompt, spread over the workers; a share whose worker is lost goes to another one.
+
+        Args:
+            prompts: the problems.
+            sampling: how answers are sampled.
+            wait: without a worker, wait until somebody brings one back.
 
         Raises:
             FatalRewardError: the reward function failed.
+            WorkerLost: no worker is up, and nobody will bring one back.
         """
         shares = [prompts[i :: len(self.workers)] for i in range(len(self.workers))]
         try:
-            return Batch.concat(await asyncio.gather(*(self._evaluate(i, s, sampling) for i, s in enumerate(shares) if s)))
+            return Batch.concat(
+                await asyncio.gather(*(self._evaluate(i, s, sampling, wait) for i, s in enumerate(shares) if s))
+            )
         except FatalRewardError as error:
             raise getattr(error, "cause", error) from None  # Ray's copy of it has the worker's traceback in its message
 
-    async def _evaluate(self, first: int, share: list[Prompt], sampling: SamplingParams) -> Batch:
+    async def _evaluate(self, first: int, share: list[Prompt], sampling: SamplingParams, wait: bool) -> Batch:
         rounds = 1 + len(share) // self.config.rollout.max_concurrency
         while True:
             while not (up := self.up()):
+                if not wait:
+                    raise WorkerLost("No worker is up to answer held-out problems.")
                 self._admission.clear()
                 await self._admission.wait()
             worker = self.workers[first if first in up else up[first % len(up)]]
