@@ -105,16 +105,18 @@ class RolloutGroup:
         if not up:
             return
         queue, self._queue = self._queue, {}
-        shares: dict[int, list[int]] = {}
+        shares: dict[int, dict[int, Prompt]] = {}
         for slot, prompt in queue.items():
             worker = min(up, key=lambda w: len(w.in_flight))
             worker.in_flight[slot] = prompt
-            shares.setdefault(worker.index, []).append(slot)
-        await asyncio.gather(*(self._submit(self.workers[i], slots) for i, slots in shares.items()))
+            shares.setdefault(worker.index, {})[slot] = prompt
+        await asyncio.gather(*(self._submit(self.workers[i], self.workers[i].restarts, share) for i, share in shares.items()))
 
-    async def _submit(self, worker: Supervised, slots: list[int]) -> None:
+    async def _submit(self, worker: Supervised, restarts: int, share: dict[int, Prompt]) -> None:
+        if worker.restarts != restarts:
+            return  # lost before this ran: `reissue` has taken the share back, and the actor now there must not get it too
         with contextlib.suppress(WorkerLost):  # `collect` sees the loss too
-            await worker.call("submit", [worker.in_flight[slot] for slot in slots], slots, *self._terms)
+            await worker.call("submit", list(share.values()), list(share), *self._terms)
 
     async def collect(self, worker: int) -> Collected:
         """What one worker has finished; waits a while if there is nothing.
