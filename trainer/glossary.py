@@ -239,11 +239,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "fault/worker_restarts",
-            "rollout workers that died and were started again",
-            "Grows: see the end of `logs/rollout_*.log`; often memory.",
+            "times that a rollout worker was lost and started again, since the run began",
+            "Grows: the console and `logs/rollout_*.log` say why; see `rollout.max_restarts`.",
         ),
         Metric("fault/reissued", "prompts that were sent again because their rollout worker was lost"),
-        Metric("fault/learner_restarts", "attempts of this run that died and were started again from a checkpoint"),
+        Metric("fault/learner_restarts", "attempts that ended with a learner rank, after which the run started again"),
         Metric(
             "data/epoch",
             "passes over the training prompts so far",

@@ -27,6 +27,7 @@ from rlframe.types import Batch
 from workers.actor import Actor
 from workers.critic import Critic
 from workers.process import redirect_output
+from workers.rollout import nccl
 from workers.rollout.engine import WeightUpdate
 
 
@@ -121,7 +122,16 @@ class LearnerRank:
 
     def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[WeightUpdate | None, str]:
         """The weights to serve as ``version`` (rank 0) and their checksum; see `Actor.weight_update`."""
-        return self.actor.weight_update(version, mode, dtype, exact)
+        update, checksum = self.actor.weight_update(version, mode, dtype, exact)
+        if update is not None and nccl.streams(self.config):
+            update, self._outgoing = nccl.announce(update, self.address())
+            self._stream = update.stream
+        return update, checksum
+
+    def send_weights(self, places: int) -> None:
+        """Send what `weight_update` announced last to ``places`` rollout workers over NCCL (rank 0)."""
+        assert self._stream is not None
+        nccl.send(self._outgoing, self._stream, 1 + places * self.config.rollout.tensor_parallel_size)
 
     def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
         """The policy's own log-probabilities of this rank's shard, for the served-weights check."""
