@@ -15,12 +15,13 @@ import numpy as np
 
 from examples.values.common import (
     ARMS,
+    ENCODE,
     Row,
     arguments,
     draw,
     fit,
-    load_backbone,
     make_session,
+    random_backbone,
     table,
     trajectory,
     with_returns,
@@ -47,7 +48,7 @@ def texts(rng: np.random.Generator, count: int) -> Batch:
 
 def run(seed: int, steps: int = STEPS) -> Iterator[Row]:
     """Both critics of one seed: weights of the backbone, adapters and texts all come from it."""
-    backbone = load_backbone(warmup_steps=0, seed=seed)
+    backbone = random_backbone(seed, len(ENCODE))
     held_out = texts(np.random.default_rng([seed, 1]), HELD_OUT)
     assert held_out.returns is not None
     for arm, frozen in ARMS.items():

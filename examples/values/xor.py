@@ -21,9 +21,9 @@ from examples.values.common import (
     arguments,
     draw,
     fit,
-    load_backbone,
     make_session,
     table,
+    tiny_backbone,
     trajectory,
     with_returns,
     write,
@@ -82,7 +82,7 @@ def epochs(rng: np.random.Generator, pool: Batch, steps: int) -> Iterator[Batch]
 
 def run(seed: int, steps: int = STEPS, every: int = EVERY, arms: Sequence[str] = tuple(ARMS)) -> Iterator[Row]:
     """Both critics of one seed, on the same texts in the same order."""
-    backbone = load_backbone()
+    backbone = tiny_backbone()
     rng = np.random.default_rng([seed, 0])
     training, unseen = split(rng)
     pool, _ = texts(rng, training, POOL)
