@@ -39,13 +39,13 @@ class TaskConfig:
     """Where prompts come from and how answers are rewarded."""
 
     name: str = "arithmetic"
-    """Name of the environment: arithmetic, countdown, jsonl, parquet."""
+    """Name of the environment: arithmetic, countdown, wordle, reasoning_gym, jsonl, parquet; or ``module:factory``."""
     train: Optional[str] = None
     """File of training prompts (jsonl, parquet)."""
     eval: Optional[str] = None
     """File of held-out prompts; without one, ``eval.size`` problems are held out from ``train``."""
     reward: Optional[str] = None
-    """Reward function of a prompt file, as ``module:function``; the current directory is searched, too."""
+    """Reward function of a prompt file: ``module:function`` (the current directory is searched, too), or ``math``."""
     reward_workers: int = 2
     """Processes that run the reward function, for each rollout worker."""
     reward_timeout_s: float = 30.0
@@ -110,7 +110,7 @@ class RolloutConfig:
     """The samplers."""
 
     engine: str = "vllm"
-    """``vllm`` or ``torch``."""
+    """``vllm``, ``sglang`` or ``torch``."""
     workers: int = 1
     """Rollout workers, each one Ray actor that owns one engine."""
     temperature: float = 1.0
@@ -132,14 +132,23 @@ class RolloutConfig:
     ``abort`` (ended, and re-issued with what they had sampled)."""
     dtype: str = "float32"
     """Dtype of the engine's weights."""
+    quantize: Optional[str] = None
+    """Round what is served to ``int8``, ``int4``, ``int3`` or ``fp8`` per output channel: a stand-in for a low-precision
+    engine. Held-out problems are then answered by one more engine, under the actor's own weights."""
+    weight_noise: float = 0.0
+    """Noise on what is served, drawn anew at every sync, relative to the root mean square of an output channel."""
     max_concurrency: int = 256
     """Episodes that one worker runs at once."""
     probe_every: int = 10
-    """Every so many weight syncs the engine's log-probabilities of a fixed prompt are compared with the actor's; 0: never."""
+    """Every so many weight syncs the engine's log-probabilities of a fixed prompt are compared with the actor's; 0: never,
+    as with ``quantize`` or ``weight_noise``."""
     probe_tolerance: float = 1e-3
     """Largest difference accepted by that comparison, nats (raise it for bfloat16 engines)."""
     timeout_s: float = 600.0
-    """Longest time one episode or one engine call may take."""
+    """Longest time one episode or one engine call may take; a worker that does not answer for so long is started again."""
+    max_restarts: int = 5
+    """Times that one rollout worker is started again after its process, its engine or its node was lost; then the run goes on
+    with the others, and ends when none is left."""
     cpus: float = 1.0
     """CPUs that Ray reserves for a worker."""
     gpus: float = 0.0
@@ -148,6 +157,10 @@ class RolloutConfig:
     """GPUs that one engine spans."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """More arguments of the engine."""
+    server_urls: list[str] = field(default_factory=list)
+    """sglang: addresses of running servers, one for each worker; empty: every worker starts its own."""
+    weights_dir: Optional[str] = None
+    """sglang: folder that new weights pass through, seen by worker and server alike; null: memory of the worker's machine."""
 
 
 @dataclass
@@ -245,13 +258,15 @@ class ClusterConfig:
     """Ray."""
 
     address: Optional[str] = None
-    """null: start a local Ray head; ``auto`` or host:port: join a running cluster."""
+    """null: the cluster of RAY_ADDRESS (Ray sets it inside a job), else a Ray head started on this machine; ``local``: the
+    latter in any case; ``auto`` or host:port: join a running cluster."""
     device: str = "auto"
     """``cpu``, ``cuda`` or auto: cuda where ``actor.gpus`` is above 0."""
     startup_timeout_s: float = 600.0
     """Longest time the engines and ranks may take to start."""
     watchdog_s: float = 900.0
-    """A step that takes longer than this ends the run with a dump of what waits for what."""
+    """Longest time that a step may wait for one thing; at half of it a sentence says what waits for what, at all of it the run
+    ends with a dump."""
 
 
 @dataclass
@@ -274,6 +289,12 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: int = 3
     """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    keep_best: int = 1
+    """Checkpoints with the highest held-out reward that are kept; only those of steps with an evaluation have one."""
+    max_failures: int = 3
+    """Times that a run starts again by itself from its last checkpoint after a learner rank has died."""
 
 
 @dataclass
@@ -289,9 +310,40 @@ class LogConfig:
     rollouts_every: int = 10
     """Steps between samples of rollouts written to ``rollouts/``; 0: none."""
     rollouts_count: int = 8
-    """Trajectories in such a sample."""
+    """Trajectories in such a sample, from the worst to the best reward of the batch."""
+    rollouts_tokens: int = 2048
+    """Tokens of such a trajectory that are written with all their numbers; of a longer one, its beginning and its end."""
+    rollouts_mb: float = 256.0
+    """Most MiB of all samples together; when they take more, some in the middle of the run are removed."""
     console: bool = True
     """One line a step and a progress bar."""
+
+
+@dataclass
+class ServerConfig:
+    """``rlframe serve``: the HTTP API in front of sessions and samplers."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on; 0: any free one."""
+    keys_file: Optional[str] = None
+    """File of API keys, a line each: a key that begins with ``tml-``, or a user's name and a key; null: one key is made up and
+    kept in the run directory."""
+    lora_alpha: float = 32.0
+    """Scale of the adapters: alpha / rank * B A."""
+    max_rank: int = 64
+    """Largest rank that a client may ask for."""
+    max_models: int = 64
+    """Most models in memory; more are put to sleep on disk, longest unused first."""
+    max_loras: int = 8
+    """Most adapters that a sampler holds ready at once."""
+    max_request_mb: int = 64
+    """Largest body of a request."""
+    idle_timeout_s: float = 1800.0
+    """After this long without a sign of its client a model is saved and leaves memory, until it is asked for again."""
+    result_ttl_s: float = 900.0
+    """How long the result of a request is kept for its client."""
 
 
 @dataclass
@@ -310,6 +362,9 @@ class Config:
     """Trajectories per step."""
     max_staleness: int = 2
     """Policy versions that a trajectory may lag when it is trained on; 0: synchronous."""
+    reorder_window: int = 0
+    """Prompts by which training may run ahead of the oldest unfinished rollout, so that a slow one does not hold up the batch;
+    they are taken from the prompts in flight, so that ``max_staleness`` holds. 0: strict order of admission."""
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -320,6 +375,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
 
 def critic_names(config: Config) -> tuple[str, ...]:
@@ -329,3 +385,8 @@ def critic_names(config: Config) -> tuple[str, ...]:
     if config.critic.per_env:
         return (config.task.name,)
     return tuple(f"critic_{i}" for i in range(config.critic.ensemble))
+
+
+def serves_other_weights(rollout: RolloutConfig) -> bool:
+    """Whether the engines are given weights that are not the actor's, on purpose."""
+    return rollout.quantize is not None or rollout.weight_noise > 0

@@ -41,6 +41,16 @@ class Adapters:
         self._embeddings = {name for name, module in model.named_modules() if module is model.get_input_embeddings()}
         self._linears = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n not in self._heads]
 
+    def linear_modules(self) -> dict[str, list[str]]:
+        """Paths of the linear layers by what they are part of: ``attn``, ``mlp``, and ``unembed`` where the head is its own."""
+        attention = [name for name in self._linears if "attn" in name or "attention" in name]
+        tied = self._model.config.get_text_config().tie_word_embeddings
+        return {
+            "attn": attention,
+            "mlp": [name for name in self._linears if name not in set(attention)],
+            "unembed": [] if tied else sorted(self._heads),
+        }
+
     def create(self, config: LoraConfig, *, seed: int, value_head: bool) -> Adapter:
         """Inject a new adapter with fresh factors (the adapter changes nothing until it is trained).
 

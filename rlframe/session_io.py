@@ -3,12 +3,15 @@
 A directory holds ``session.json`` (what the session is, step count), ``replicated.safetensors`` (adapter factors, value head
 and their moments, written by rank 0) and, where parameters are sharded, one ``shard-00000-of-00002.safetensors`` per writing
 rank with the rows that it holds. Tensors are called ``weight/<name>``, ``exp_avg/<name>``, ``exp_avg_sq/<name>`` and
-``step/<name>``. A parameter that never had a gradient has no moments. Folders for other tools are `rlframe.session_export`.
+``step/<name>``. A parameter that never had a gradient has no moments. Saving is two halves: a snapshot in host memory, which
+all ranks take together, and its files, which each rank writes whenever it likes. Folders for other tools are
+`rlframe.session_export`.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,37 +36,73 @@ def _weights(session: Session) -> dict[str, Tensor]:
     return {name: masters.get(name, local(p.detach())) for name, p in session.named_parameters()}
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a session in host memory, which no later step changes: what `write` puts into files."""
+
+    files: dict[str, dict[str, Tensor]]
+    """Tensors by the name of their file."""
+    description: dict[str, Any] | None
+    """``session.json``, on rank 0."""
+
+    def write(self, directory: Path) -> list[Path]:
+        """Write this rank's files, from any thread, beside whatever the session does meanwhile; returns their paths."""
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for name, tensors in self.files.items():
+            paths.append(directory / name)
+            save_file(tensors, paths[-1])
+        if self.description is not None:
+            paths.append(directory / "session.json")
+            paths[-1].write_text(json.dumps(self.description, indent=2, sort_keys=True))
+        return paths
+
+
 def save(session: Session, directory: Path) -> None:
     """See `Session.save`."""
-    session.backbone.ranks.together(lambda: _save(session, directory))
+    taken = snapshot(session)
+
+    def write() -> None:
+        taken.write(directory)
+
+    session.backbone.ranks.together(write)
 
 
-def _save(session: Session, directory: Path) -> None:
+def snapshot(session: Session) -> Snapshot:
+    """See `Session.snapshot`."""
     ranks = session.backbone.ranks
     sharded = {name for name, parameter in session.named_parameters() if isinstance(parameter, DTensor)}
     tensors = {f"weight/{name}": tensor for name, tensor in _weights(session).items()}
-    stepped = [t for t in session.trainables if t.step is not None]
-    for t in stepped:
+    for t in session.trainables:
+        if t.step is None:
+            continue
         exp_avg, exp_avg_sq, step = t.moments()
         tensors |= {f"exp_avg/{t.name}": exp_avg, f"exp_avg_sq/{t.name}": exp_avg_sq}
         if ranks.rank == 0:
             tensors[f"step/{t.name}"] = step
-    directory.mkdir(parents=True, exist_ok=True)
 
     def in_shard(key: str) -> bool:
         kind, _, name = key.partition("/")
         return kind != "step" and name in sharded
 
-    if sharded:
-        path = directory / f"shard-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
-        save_file({key: t.cpu().contiguous() for key, t in tensors.items() if in_shard(key)}, path)
+    files: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if in_shard(key):
+            name = f"shard-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
+        elif ranks.rank == 0:
+            name = "replicated.safetensors"
+        else:
+            continue
+        files.setdefault(name, {})[key] = tensor.detach().to("cpu", copy=True).contiguous()
     if ranks.rank == 0:
-        whole = {key: t.cpu().contiguous() for key, t in tensors.items() if not in_shard(key)}
-        save_file(whole, directory / "replicated.safetensors")
-        (directory / "session.json").write_text(json.dumps(_description(session), indent=2, sort_keys=True))
+        files.setdefault("replicated.safetensors", {})
+    description = _description(session)
+    return Snapshot(files, description if ranks.rank == 0 else None)
 
 
 def _description(session: Session) -> dict[str, Any]:
+    """What a session is; every rank takes part."""
+    frozen_base = session.backbone.bit_sum(torch.float32) if session.spec.kind == "lora" else 0
     return {
         "format": FORMAT,
         "kind": session.spec.kind,
@@ -71,22 +110,24 @@ def _description(session: Session) -> dict[str, Any]:
         "ranks": session.backbone.ranks.size,
         "parameters": {name: list(p.shape) for name, p in session.named_parameters()},
         "scaling": session.scaling(),
+        "base": f"{frozen_base:016x}",
     }
 
 
 def load(session: Session, directory: Path) -> None:
     """See `Session.load`."""
     ranks = session.backbone.ranks
+    mine = _description(session)
     found: list[tuple[dict[str, Any], _Stored]] = []
     # Nothing is overwritten before every rank has found what it needs.
-    ranks.together(lambda: found.append(_open(session, directory)))
+    ranks.together(lambda: found.append(_open(session, mine, directory)))
     description, stored = found[0]
     ranks.together(lambda: _restore(session, stored))
     session.steps = description["steps"]
 
 
-def _open(session: Session, directory: Path) -> tuple[dict[str, Any], _Stored]:
-    description = _read_description(session, directory)
+def _open(session: Session, mine: dict[str, Any], directory: Path) -> tuple[dict[str, Any], _Stored]:
+    description = _read_description(session, mine, directory)
     shards = sorted(directory.glob(f"shard-*-of-{description['ranks']:05d}.safetensors"))
     stored = _Stored(directory / "replicated.safetensors", shards)
     missing = [name for name, _ in session.named_parameters() if f"weight/{name}" not in stored]
@@ -117,17 +158,18 @@ def _load_moments(t: Trainable, stored: _Stored, rows: slice) -> None:
     step.copy_(stored.read(f"step/{t.name}", slice(None)))
 
 
-def _read_description(session: Session, directory: Path) -> dict[str, Any]:
+def _read_description(session: Session, mine: dict[str, Any], directory: Path) -> dict[str, Any]:
     path = directory / "session.json"
     if not path.exists():
         raise ConfigError(f"{directory} holds no saved session: session.json is missing.")
     description = json.loads(path.read_text())
     if description["format"] != FORMAT:
         raise ConfigError(f"{path} has format {description['format']}, this version reads format {FORMAT}.")
-    mine = _description(session)
     for key in ("kind", "parameters", "scaling"):
         if description[key] != mine[key]:
             raise ConfigError(f"{directory} was saved by a session that differs from {session.name!r} in its {key}.")
+    if description["base"] != mine["base"]:
+        raise ConfigError(f"{directory} was saved over another base model than the one of session {session.name!r}.")
     return description
 
 

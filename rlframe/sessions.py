@@ -30,6 +30,7 @@ from rlframe.optim import (
     learning_rate,
     reduce_gradients,
 )
+from rlframe.session_io import Snapshot
 from rlframe.types import Batch
 from rlframe.value_head import ValueHead
 
@@ -79,11 +80,7 @@ class Session:
         self.adapter = None
         if spec.kind == "lora":
             self.adapter = backbone.adapters.create(lora, seed=spec.seed, value_head=spec.value_head)
-        self.value_head: ValueHead | None = None
-        if spec.value_head:
-            rank = lora.rank if spec.kind == "lora" else None
-            self.value_head = ValueHead(backbone.hidden_size, rank=rank, alpha=lora.alpha, device=backbone.device)
-            self.value_head.reset(spec.seed)
+        self.value_head = self._fresh_value_head() if spec.value_head else None
         self.trainables: list[Trainable] = []
         try:
             self.trainables = [Trainable(name, parameter) for name, parameter in self._unfrozen()]
@@ -98,17 +95,35 @@ class Session:
             for name, parameter in self.value_head.named_parameters():
                 yield f"value_head.{name}", parameter
 
+    def _fresh_value_head(self) -> ValueHead:
+        lora = self.spec.lora or LoraConfig()
+        rank = lora.rank if self.spec.kind == "lora" else None
+        head = ValueHead(self.backbone.hidden_size, rank=rank, alpha=lora.alpha, device=self.backbone.device)
+        head.reset(self.spec.seed)
+        return head
+
+    def add_value_head(self) -> None:
+        """Give the session the value head that it would have had from the start; nothing happens if it has one."""
+        if self.value_head is None:
+            self.value_head = self._fresh_value_head()
+            self.value_head.requires_grad_(False)
+            named = [(f"value_head.{name}", parameter) for name, parameter in self.value_head.named_parameters()]
+            self.trainables += [Trainable(name, p) for name, p in named if not self._is_frozen(name)]
+
     def scaling(self) -> float:
         """alpha / rank of a LoRA session, 1 otherwise."""
         lora = self.spec.lora or LoraConfig()
         return lora.alpha / lora.rank if self.spec.kind == "lora" else 1.0
+
+    def _is_frozen(self, name: str) -> bool:
+        return any(pattern in name for pattern in self.spec.frozen_patterns)
 
     def _unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         named = list(self.named_parameters())
         for pattern in self.spec.frozen_patterns:
             if not any(pattern in name for name, _ in named):
                 raise ConfigError(f"frozen_patterns has {pattern!r}, but no parameter of the session contains it in its name.")
-        kept = [(name, p) for name, p in named if not any(pattern in name for pattern in self.spec.frozen_patterns)]
+        kept = [(name, p) for name, p in named if not self._is_frozen(name)]
         if not kept:
             raise ConfigError("frozen_patterns freezes every parameter of the session, so nothing would train.")
         for _, parameter in named:
@@ -184,11 +199,15 @@ class Session:
         """
         session_io.save(self, Path(directory))
 
+    def snapshot(self) -> Snapshot:
+        """Copy to host memory what `save` would write; its `Snapshot.write` needs no other rank and no stop of training."""
+        return session_io.snapshot(self)
+
     def load(self, directory: str) -> None:
         """Go on from what `save` wrote, on any number of ranks; the accumulator is emptied.
 
         Raises:
-            ConfigError: the files belong to a session with other parameters.
+            ConfigError: the files belong to a session with other parameters, or over another frozen base.
         """
         session_io.load(self, Path(directory))
         self.zero_grad()

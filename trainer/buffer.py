@@ -1,4 +1,4 @@
-"""The buffer between rollouts and learner: a strict FIFO of slots that bounds how stale a training batch can be.
+"""The buffer between rollouts and learner: a windowed FIFO of slots that bounds how stale a training batch can be.
 
 A slot holds one prompt (all its rollouts) from the moment the prompt is admitted until the policy that its training
 produced has been pulled by the rollout workers:
@@ -6,13 +6,20 @@ produced has been pulled by the rollout workers:
     ISSUED --finish--> FINISHED --take--> TRAINING --release--> free
        \\--drop--> free (counted)
 
-Bound. Let P be the prompts of a step, s = ``max_staleness`` and (s + 1) P the capacity. A prompt admitted while the workers
-serve version v starts under v or later. At its admission at most (s + 1) P - 1 other slots are taken, all ahead of it. If a
-batch is in training then (its P slots count), at most s P - 1 waiting slots are ahead, so that prompt is in one of the s
-batches after the one in training; that one produces v + 1, so it is trained on by the learner at version v + s or
-before. If none is in training, it is in one of the next s + 1 batches, the last of which is trained at v + s. A drop
-only moves it forward. Hence staleness <= s. Slots are freed by `release`, after the pull, so nothing is admitted under a
-version that is already superseded.
+Window. `take` gives the oldest finished slots whose number is at most w = ``window`` above that of the oldest unfinished one:
+a slow rollout holds up what was admitted more than w prompts after it, and nothing else. w = 0 is strict order of admission.
+
+Bound. Let P be the prompts of a step, s = ``max_staleness`` and B = (s + 1) P - w the capacity. A prompt x that is admitted
+while the workers serve version v starts under v or later. What trains before x was waiting when x was admitted, or overtakes
+it. A slot n > x overtakes only while x is unfinished; then the oldest unfinished number is at most x, so n <= x + w: w slots
+at most, ever, since numbers only grow and a finished slot is never overtaken.
+If no batch is in training when x is admitted, at most B - 1 + w slots train before x, so x is in batch number
+(B - 1 + w) // P + 1 of those to come or before. The first of them trains at v and each makes one version, so x trains at
+v + (B - 1 + w) // P = v + s or before. If a batch is in training, its P slots are not waiting and it trains at v: x is in
+batch (B - 1 - P + w) // P + 1 = s of those after it or before, which trains at v + s. A drop only moves x forward. A prompt
+that is issued again, because its worker was lost or the run resumed, starts later: under v or a newer version, with no more
+slots before it. Hence staleness <= s. Slots are freed by `release`, after the pull, so nothing is admitted under a version
+that is already superseded.
 
 Example:
     >>> import asyncio
@@ -67,12 +74,15 @@ class Slot(Generic[P, R]):
 class Buffer(Generic[P, R]):
     """See the module's docstring. All methods run on one asyncio loop."""
 
-    def __init__(self, prompts_per_step: int, max_staleness: int) -> None:
-        self.prompts_per_step = prompts_per_step
-        self.capacity = (max_staleness + 1) * prompts_per_step
+    def __init__(self, prompts_per_step: int, max_staleness: int, window: int = 0) -> None:
+        if not 0 <= window <= max_staleness * prompts_per_step:
+            raise ValueError(f"A window of {window} prompts leaves no room for a batch of {prompts_per_step}.")
+        self.prompts_per_step, self.window = prompts_per_step, window
+        self.capacity = (max_staleness + 1) * prompts_per_step - window
         self.dropped = 0
         self._slots: OrderedDict[int, Slot[P, R]] = OrderedDict()
         self._next = 0
+        self._closed = False
         self._changed = asyncio.Event()
 
     @property
@@ -110,8 +120,10 @@ class Buffer(Generic[P, R]):
         return self.put(prompt)
 
     def finish(self, number: int, result: R) -> None:
-        """The rollouts of a slot are there."""
+        """The rollouts of a slot are there. Raises RuntimeError when they are already, so that nothing is trained twice."""
         slot = self._slots[number]
+        if slot.state is not State.ISSUED:
+            raise RuntimeError(f"The rollouts of slot {number} came twice.")
         slot.state, slot.result = State.FINISHED, result
         self._changed.set()
 
@@ -122,12 +134,17 @@ class Buffer(Generic[P, R]):
         self._changed.set()
 
     async def take(self) -> list[Slot[P, R]]:
-        """Wait until the oldest P slots are finished and take them for training."""
-        await self._wait_for(self._batch_ready)
-        batch = self.slots(State.ISSUED, State.FINISHED)[: self.prompts_per_step]
+        """Wait until P slots can be trained on and take them, in order of admission; none of them once `close` was called."""
+        await self._wait_for(lambda: self._closed or len(self._ready()) == self.prompts_per_step)
+        batch = [] if self._closed else self._ready()
         for slot in batch:
             slot.state = State.TRAINING
         return batch
+
+    def close(self) -> None:
+        """Give no more batches: whoever waits in `take` gets none. What is in the buffer stays."""
+        self._closed = True
+        self._changed.set()
 
     def release(self) -> None:
         """Free the slots in training: the workers now serve the policy that their training produced."""
@@ -135,9 +152,11 @@ class Buffer(Generic[P, R]):
             del self._slots[slot.number]
         self._changed.set()
 
-    def _batch_ready(self) -> bool:
-        waiting = self.slots(State.ISSUED, State.FINISHED)[: self.prompts_per_step]
-        return len(waiting) == self.prompts_per_step and all(slot.state is State.FINISHED for slot in waiting)
+    def _ready(self) -> list[Slot[P, R]]:
+        """At most P finished slots that the window lets train now, oldest first."""
+        oldest = next((slot.number for slot in self.slots(State.ISSUED)), self._next)
+        within = [slot for slot in self.slots(State.FINISHED) if slot.number <= oldest + self.window]
+        return within[: self.prompts_per_step]
 
     async def _wait_for(self, condition: Callable[[], bool]) -> None:
         while not condition():

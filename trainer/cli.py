@@ -1,14 +1,27 @@
-"""The ``rlframe`` command. Heavy imports happen inside the commands, so that help and the list of presets come at once."""
+"""The ``rlframe`` command: the table of commands, exit codes. What a command does is in `trainer.commands`, a module each."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 
-OVERRIDES = "settings, such as algorithm=sao actor.optim.lr=1e-5 (docs/configuration.md)"
+from trainer.commands import Command, job, metrics, presets, report, resume, rollouts, serve, settings, submit, train
+
+COMMANDS: dict[str, Command] = {
+    "train": train,
+    "resume": resume,
+    "submit": submit,
+    "job": job,
+    "presets": presets,
+    "settings": settings,
+    "metrics": metrics,
+    "rollouts": rollouts,
+    "report": report,
+    "serve": serve,
+}
+"""Every command, in the order of ``rlframe --help``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,66 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlframe", description="Train language models from single, asynchronous rollouts.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    train = commands.add_parser("train", help="train a model", description="Train a model; without overrides, a tiny one.")
-    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES)
-    train.add_argument("--dry-run", action="store_true", help="show configuration, placement and memory, and start nothing")
-    train.set_defaults(run=_train)
-
-    resume = commands.add_parser(
-        "resume", help="go on with a run", description="Go on from the newest good checkpoint of a run."
-    )
-    resume.add_argument("run_dir", metavar="RUN", help="a run directory, such as runs/quickstart")
-    resume.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="single settings to change, such as steps=500")
-    resume.set_defaults(run=_resume)
-
-    presets = commands.add_parser("presets", help="list the algorithms", description="List the presets of algorithm=...")
-    presets.add_argument("--markdown", action="store_true", help="a table for the documentation")
-    presets.set_defaults(run=_presets)
-
-    settings = commands.add_parser("settings", help="list the settings", description="List settings, defaults and meanings.")
-    settings.add_argument("section", nargs="?", metavar="KEY", help="only this section, such as actor.optim")
-    settings.add_argument("--markdown", action="store_true", help="tables for the documentation")
-    settings.set_defaults(run=_settings)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
+        command.arguments(subparser)
+        subparser.set_defaults(run=command.run)
     return parser
-
-
-def _train(arguments: argparse.Namespace) -> None:
-    from trainer.compose import compose
-
-    config = compose(arguments.overrides)
-    if arguments.dry_run:
-        from trainer.dry_run import report
-
-        print(report(config))
-        return
-    from trainer.run import train
-
-    train(config)
-
-
-def _resume(arguments: argparse.Namespace) -> None:
-    from trainer.run import resume
-
-    resume(arguments.run_dir, arguments.overrides)
-
-
-def _presets(arguments: argparse.Namespace) -> None:
-    from trainer.presets import as_markdown, as_text
-
-    _print(as_markdown() if arguments.markdown else as_text())
-
-
-def _settings(arguments: argparse.Namespace) -> None:
-    from trainer.reference import as_markdown, as_text
-
-    _print(as_markdown() if arguments.markdown else as_text(arguments.section))
-
-
-def _print(text: str) -> None:
-    """Print a list that a user may pipe into ``head``: ending early is no error."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    print(text)
 
 
 if __name__ == "__main__":

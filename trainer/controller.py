@@ -12,38 +12,46 @@
 
 issue     consumes free slots; produces prompts in flight; waits for a free slot; unblocked by `buffer.release`, `buffer.drop`.
 collect   one per worker; consumes ended episodes; produces finished slots; waits for the worker; unblocked by an episode's end.
+          When the worker is lost: re-issues its prompts, starts it again, and lets prompts go to it when it serves the current
+          weights; waits for the learner to be between two policies.
 learn     consumes the oldest batch of finished slots; produces policy versions and metrics; waits for the slowest rollout of
-          that batch; unblocked by `buffer.finish`.
-watch     consumes what every loop says it waits for; ends the run with a dump when a step takes longer than
+          that batch; unblocked by `buffer.finish`, and by `stop`.
+watch     consumes what every loop says it waits for; ends the run with a dump when `learn` waits for one thing longer than
           ``cluster.watchdog_s``.
 
 ``max_staleness`` is the buffer's capacity and nothing else (the bound is proved in `trainer.buffer`); 0 is the synchronous
-case of the same code. No formula, no engine and no file format lives here.
+case of the same code. No formula, no engine and no file format lives here; `workers.rollout.supervision` says when a worker is
+lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from rlframe.advantages import RunningMean, compute_advantages
-from rlframe.config import Config
+from rlframe.config import Config, serves_other_weights
 from rlframe.types import Batch, Prompt
 from trainer import recovery
 from trainer.buffer import Buffer, Slot, State
+from trainer.checkpoints import Checkpoints
 from trainer.data import PromptStream
+from trainer.failures import RunFailed
 from trainer.metrics import Timers, eval_metrics, rollout_metrics, staleness_metrics
+from trainer.samples import Sample, choose
 from trainer.served import checksum_fault, probe_fault
 from trainer.tracking import Tracker
+from trainer.watchdog import Stuck, Watchdog
 from workers.environments.base import FatalRewardError
 from workers.group import LearnerGroup
 from workers.rollout.engine import SamplingParams
 from workers.rollout.group import RolloutGroup
+from workers.rollout.supervision import WorkerLost
 
-
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message says why in one sentence."""
+FAULTS = ("dropped", "timeouts", "reissued", "worker_restarts")
+"""What is counted as ``fault/*``: prompts without a trajectory, those of them that took too long, prompts sent again because
+their worker was lost, workers started again."""
 
 
 @dataclass
@@ -57,33 +65,46 @@ class Controller:
     head_size: int
     sync_mode: str
     rollouts: RolloutGroup
+    evaluators: RolloutGroup
     learner: LearnerGroup
     tracker: Tracker
-    checkpoints: recovery.Checkpoints
+    checkpoints: Checkpoints
     step: int = 0
     version: int = 0
-    stop_requested: bool = False
-    faults: dict[str, int] = field(default_factory=lambda: {"dropped": 0, "timeouts": 0})
-    waiting: dict[str, tuple[str, float]] = field(default_factory=dict)
+    resumed: bool = False
+    faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
 
     def __post_init__(self) -> None:
-        per_prompt = self.config.algorithm.rollouts_per_prompt
-        self.buffer: Buffer[Prompt, Batch] = Buffer(self.config.batch_size // per_prompt, self.config.max_staleness)
-        self.running_mean = RunningMean(self.config.algorithm.running_mean_decay)
+        config = self.config
+        prompts_per_step = config.batch_size // config.algorithm.rollouts_per_prompt
+        self.buffer: Buffer[Prompt, Batch] = Buffer(prompts_per_step, config.max_staleness, config.reorder_window)
+        self.running_mean = RunningMean(config.algorithm.running_mean_decay)
+        self.watchdog = Watchdog(config.cluster.watchdog_s, self.tracker.run_dir / "logs" / "stuck.txt", self.tracker.say)
+        self.waits = self.watchdog.waits
+        self.policy = asyncio.Lock()
+        """Held while the actor's weights are not those of ``version``, or are not yet served."""
         self.failures_in_a_row = 0
         self.syncs = 0
+        self.served = ""
 
     async def run(self) -> None:
         """Train from ``self.step`` to ``config.steps``; returns early, with a checkpoint, when a stop is requested."""
-        await self.sync_weights()
-        if self.step == 0:
-            self.tracker.log(0, await self.evaluate())
+        workers = range(len(self.rollouts.workers))
         async with asyncio.TaskGroup() as loops:
-            background = [loops.create_task(self.issue()), loops.create_task(self.watch())]
-            background += [loops.create_task(self.collect(i)) for i in range(len(self.rollouts.workers))]
+            background = [loops.create_task(self.collect(i)) for i in workers] + [loops.create_task(self.watch())]
+            self.waits("learn", "the rollout workers to take the first weights", self.rollouts.state)
+            async with self.policy:
+                await self.sync_weights(workers)
+            if not self.resumed:
+                self.tracker.log(0, await self.evaluate())
+            background.append(loops.create_task(self.issue()))
             await self.learn()
             for task in background:
                 task.cancel()
+
+    def stop(self) -> None:
+        """Leave as soon as the step in work, if there is one, is done; a checkpoint is written first."""
+        self.buffer.close()
 
     async def issue(self) -> None:
         """Admit prompts as slots become free."""
@@ -98,14 +119,20 @@ class Controller:
 
     async def submit(self, prompts: list[Prompt], slots: list[int]) -> None:
         """Send prompts to the rollout workers."""
-        self.waits("issue", "a rollout worker to accept prompts")
+        self.waits("issue", "the rollout workers to accept prompts", self.rollouts.state)
         await self.rollouts.submit(prompts, slots, self.config.algorithm.rollouts_per_prompt, self.sampling())
 
     async def collect(self, worker: int) -> None:
-        """Bring finished episodes home."""
+        """Bring finished episodes home, and a lost worker back."""
+        self.waits(f"collect_{worker}", "a rollout to finish")
         while True:
-            self.waits(f"collect_{worker}", "a rollout to finish")
-            collected = await self.rollouts.collect(worker)
+            try:
+                collected = await self.rollouts.collect(worker)
+            except WorkerLost as loss:
+                if not await self.bring_back(worker, loss):
+                    return
+                self.waits(f"collect_{worker}", "a rollout to finish")
+                continue
             if collected.fatal:
                 raise RunFailed(collected.fatal)
             for slot, batch in collected.by_slot():
@@ -113,6 +140,36 @@ class Controller:
                 self.buffer.finish(slot, batch)
             for slot, reason in collected.failures:
                 self.drop(slot, reason)
+            if collected.slots or collected.failures:
+                self.waits(f"collect_{worker}", "a rollout to finish")
+
+    async def bring_back(self, worker: int, loss: WorkerLost) -> bool:
+        """Re-issue the prompts of a lost worker, start it again, and let prompts go to it when it serves the current weights.
+
+        Returns:
+            Whether it is back; False: the run goes on without it.
+        """
+        reissued, given_up = await self.rollouts.reissue(worker)
+        self.faults["reissued"] += reissued
+        for slot in given_up:
+            self.drop(slot, f"every worker that had it was lost, most recently because: {loss}")
+        while self.rollouts.workers[worker].restarts_left:
+            self.tracker.say(f"{loss} It is started again; {reissued} prompts are sent again.")
+            self.faults["worker_restarts"] += 1
+            self.waits(f"collect_{worker}", "its worker to start again")
+            try:
+                await self.rollouts.workers[worker].restart()
+                async with self.policy:
+                    await self.sync_weights([worker])
+                return True
+            except WorkerLost as again:
+                loss = again
+        self.rollouts.workers[worker].gone = True
+        limit = f"rollout.max_restarts={self.config.rollout.max_restarts}"
+        if all(place.gone for place in self.rollouts.workers):
+            raise RunFailed(f"No rollout worker is left, each having used up {limit}. {loss}")
+        self.tracker.say(f"{loss} It has used up {limit}; the run goes on without it.")
+        return False
 
     def drop(self, slot: int, reason: str) -> None:
         """A prompt gave no trajectory: free its slot and count it; when nothing succeeds any more, end the run."""
@@ -126,23 +183,26 @@ class Controller:
 
     async def learn(self) -> None:
         """The method, step by step."""
-        while self.step < self.config.steps and not self.stop_requested:
-            await self.train_step()
+        while self.step < self.config.steps and await self.train_step():
             self.waits("learn", "logging, evaluation and checkpoint")
-            done = self.step == self.config.steps or self.stop_requested
-            if self.due(self.config.checkpoint.every) or done:
+            if self.due(self.config.checkpoint.every) and self.step < self.config.steps:
                 await self.save()
+            await self.checkpoints.check()
+        await self.save()
+        await self.checkpoints.settle()
 
-    async def train_step(self) -> None:
-        """One step; every number in ``timers`` is a metric."""
+    async def train_step(self) -> bool:
+        """One step, if there is no request to stop; every number in ``timers`` is a metric."""
         timers, algorithm = Timers(), self.config.algorithm
-        self.step += 1
-        actor_rests = self.step <= self.config.critic.warmup_steps and algorithm.advantage == "gae"
 
         # 1. the oldest batch of rollouts
-        self.waits("learn", "the oldest batch of rollouts")
+        self.waits("learn", "the oldest batch of rollouts", self.rollouts.state)
         with timers("wait_for_batch"):
             slots = await self.buffer.take()
+        if not slots:
+            return False
+        self.step += 1
+        actor_rests = self.step <= self.config.critic.warmup_steps and algorithm.advantage == "gae"
         batch = join(slots)
         metrics = {**rollout_metrics(batch), **staleness_metrics(batch, self.version)}
 
@@ -156,7 +216,11 @@ class Controller:
         compute_advantages(batch, algorithm, self.running_mean)
         shared = self.learner.share(batch)
 
-        # 4. K critic updates
+        # 4. what people will see of this batch
+        with timers("sample"):
+            sample = await self.sample(batch)
+
+        # 5. K critic updates
         if algorithm.advantage == "gae":
             self.waits("learn", "the critic's updates")
             with timers("train_critic"):
@@ -164,72 +228,88 @@ class Controller:
                     critic_metrics = await self.learner.update_critic(shared)
             metrics |= critic_metrics.compute()
 
-        # 5. actor update
+        # 6. actor update, and weight sync, after which the slots of this batch are free
         if not actor_rests:
-            self.waits("learn", "the actor's update")
-            with timers("train_actor"):
-                metrics |= (await self.learner.update_actor(shared)).compute()
-            self.version += 1
-
-        # 6. weight sync, after which the slots of this batch are free
-        if not actor_rests:
-            self.waits("learn", "the rollout workers to take new weights")
-            with timers("weight_sync"):
-                await self.sync_weights()
+            async with self.policy:
+                self.waits("learn", "the actor's update")
+                with timers("train_actor"):
+                    metrics |= (await self.learner.update_actor(shared)).compute()
+                self.version += 1
+                self.waits("learn", "the rollout workers to take new weights", self.rollouts.state)
+                with timers("weight_sync"):
+                    await self.sync_weights(self.rollouts.up())
         self.buffer.release()
 
         # 7. evaluation and log
         if self.due(self.config.eval.every) or self.step == self.config.steps:
             with timers("eval"):
                 metrics |= await self.evaluate()
-        metrics |= timers.compute(batch, await self.rollouts.stats()) | self.counters()
-        self.tracker.log(self.step, metrics, batch=batch)
+        metrics |= timers.compute(batch, await self.rollouts.stats()) | self.counters() | self.checkpoints.timings()
+        self.tracker.log(self.step, metrics, sample)
+        return True
 
-    async def sync_weights(self) -> None:
-        """Push the actor's weights to every engine and check that each serves exactly them."""
+    async def sample(self, batch: Batch) -> Sample | None:
+        """Now and then, a few trajectories with the log-probabilities of the policy that is about to learn from them."""
+        if not (self.due(self.config.log.rollouts_every) and self.config.log.rollouts_count):
+            return None
+        self.waits("learn", "the policy's view of a sample of rollouts")
+        chosen = choose(batch, self.config.log.rollouts_count)
+        ours = await self.learner.logprobs(self.learner.share(chosen), self.config.rollout.temperature)
+        return Sample(chosen, ours["logprobs"], ours["entropy"])
+
+    async def sync_weights(self, workers: Collection[int]) -> None:
+        """Push the actor's weights to ``workers``, check that each serves exactly them, and let prompts go to it.
+
+        Workers that are lost on the way are left to `collect`.
+        """
         rollout = self.config.rollout
-        update, expected = await self.learner.weight_update(self.version, self.sync_mode, rollout.dtype)
-        fault = checksum_fault(await self.rollouts.update_weights(update), expected, self.version)
-        if not fault and rollout.probe_every and self.syncs % rollout.probe_every == 0:
+        probed = rollout.probe_every and self.syncs % rollout.probe_every == 0 and not serves_other_weights(rollout)
+        self.served = await self.push(self.rollouts, workers)
+        if probed:
             prompt = self.eval_prompts[0].tokens
-            completions = await self.rollouts.probe(prompt, self.head_size)
+            completions = await self.rollouts.probe(prompt, self.head_size, workers)
             fault = await probe_fault(completions, prompt, self.learner, rollout.temperature, rollout.probe_tolerance)
+            if fault:
+                raise RunFailed(fault)
+        await self.rollouts.admit(workers)
+        self.syncs += 1
+        self.tracker.note(f"version {self.version} is served with checksum {self.served}")
+
+    async def push(self, engines: RolloutGroup, workers: Collection[int], exact: bool = False) -> str:
+        """Have ``workers`` hold the actor's weights (``exact``: not rounded either) and compare; returns their checksum."""
+        update, expected = await self.learner.weight_update(self.version, self.sync_mode, self.config.rollout.dtype, exact)
+        fault = checksum_fault(await engines.update_weights(update, workers), expected, self.version)
         if fault:
             raise RunFailed(fault)
-        self.syncs += 1
+        return expected
 
     async def evaluate(self) -> dict[str, float]:
-        """Held-out reward under the weights now served."""
+        """Held-out reward of the policy."""
         self.waits("learn", "the evaluation")
+        if self.evaluators is not self.rollouts:
+            await self.evaluators.revive()
+            await self.push(self.evaluators, [0], exact=True)
+            await self.evaluators.admit([0])
         sampling = self.sampling(temperature=self.config.eval.temperature)
         try:
-            batch = await self.rollouts.evaluate(self.eval_prompts, sampling)
+            batch = await self.evaluators.evaluate(self.eval_prompts, sampling)
         except FatalRewardError as error:
             raise RunFailed(str(error)) from None
         return eval_metrics(batch, self.config.task.name)
 
     async def save(self) -> None:
-        """Write a checkpoint of everything that the next step depends on."""
+        """Begin a checkpoint of everything that the next step depends on; it is written beside the next steps."""
         self.waits("learn", "the checkpoint")
-        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self))
+        score = self.tracker.last_score
+        measured = score[1] if score and score[0] == self.step else None
+        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self), measured)
 
     async def watch(self) -> None:
         """Fail with a dump when a step takes too long."""
-        limit = self.config.cluster.watchdog_s
-        while True:
-            await asyncio.sleep(min(1.0, limit / 10))
-            _, since = self.waiting.get("learn", ("", time.monotonic()))
-            if time.monotonic() - since > limit:
-                raise RunFailed(f"Nothing moved for {limit:.0f} s (cluster.watchdog_s). Waiting: {self.dump()}")
-
-    def waits(self, loop: str, what: str) -> None:
-        """Record what a loop waits for, from now."""
-        self.waiting[loop] = (what, time.monotonic())
-
-    def dump(self) -> str:
-        """Which loop waits for what, for how long."""
-        now = time.monotonic()
-        return "; ".join(f"{loop} for {what} ({now - since:.0f} s)" for loop, (what, since) in sorted(self.waiting.items()))
+        try:
+            await self.watchdog.watch()
+        except Stuck as stuck:
+            raise RunFailed(str(stuck)) from None
 
     def sampling(self, temperature: float | None = None) -> SamplingParams:
         """How rollouts are sampled; an evaluation (its own temperature) needs no heads."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -28,6 +30,14 @@ class PromptStream:
     def epoch(self) -> float:
         """Passes over the data so far."""
         return self.position / len(self.problems)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any prompt, its id, or their order in the data set."""
+        digest = hashlib.sha256()
+        for problem in self.problems:
+            digest.update(f"{problem.id}:{len(problem.tokens)}:".encode() + problem.tokens.tobytes())
+        return digest.hexdigest()[:16]
 
     def prompt(self, index: int) -> Prompt:
         """Prompt number ``index`` of the stream."""

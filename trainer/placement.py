@@ -1,15 +1,16 @@
 """Which Ray actors a job needs, what each reserves, and whether a machine or a cluster has it. Starts nothing.
 
-Memory is estimated in `trainer.memory`; the actors themselves are started by `workers.group` and `workers.rollout.group`.
+Memory is estimated in `trainer.memory`; the cluster is joined and asked in `trainer.cluster`, bundles are reserved in
+`workers.pools`, the actors started by `workers.group` and `workers.rollout.group`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rlframe.config import Config, ConfigError, critic_names
+from rlframe.config import Config, ConfigError, critic_names, serves_other_weights
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,35 @@ class Group:
     """GPUs that each reserves."""
     count_key: str
     """The setting that ``count`` comes from, for messages."""
+    strategy: str
+    """``PACK``: on as few nodes as possible; ``SPREAD``: on as many as possible."""
+
+    @property
+    def section(self) -> str:
+        """The section of the configuration that says what each reserves."""
+        return {"learner": "actor"}.get(self.name, self.name)
+
+    def room(self, resources: Mapping[str, float]) -> int:
+        """How many of these actors a node with ``resources`` can hold, at most all of them."""
+        kinds = (("CPU", self.cpus), ("GPU", self.gpus))
+        return min([self.count, *(int(resources.get(kind, 0.0) / each + 1e-6) for kind, each in kinds if each > 0)])
+
+    def after(self, resources: Mapping[str, float], actors: int) -> dict[str, float]:
+        """What is left of ``resources`` beside so many of these actors."""
+        taken = {"CPU": actors * self.cpus, "GPU": actors * self.gpus}
+        return {kind: resources.get(kind, 0.0) - amount for kind, amount in taken.items()}
+
+    def __str__(self) -> str:
+        each = f"{self.cpus:g} CPU" + (f" + {self.gpus:g} GPU" if self.gpus else "")
+        return f"{self.count} x {self.name} ({each} each)"
 
 
 @dataclass(frozen=True)
 class Placement:
     """What a job asks of Ray."""
 
-    groups: tuple[Group, ...]
-    """Learner, then rollout."""
+    groups: tuple[Group, Group]
+    """Learner, then rollout (the engine for evaluation last, if it is one of its own)."""
     backbones: tuple[Backbone, ...]
     """Copies of the base model in the learner; the actor's first."""
     address: str | None
@@ -59,15 +81,22 @@ class Placement:
         """GPUs of all Ray actors together."""
         return sum(group.count * group.gpus for group in self.groups)
 
-    def check_cluster(self, resources: Mapping[str, float]) -> None:
-        """Compare with what Ray has (``ray.cluster_resources()``).
+    def check_cluster(self, nodes: Mapping[str, Mapping[str, float]]) -> None:
+        """Compare with the resources that each node of the cluster has in all, by the node's name.
 
         Raises:
-            ConfigError: more CPUs or GPUs are asked for than there are.
+            ConfigError: more CPUs or GPUs are asked for than there are, or the actors do not fit on the nodes (none can span
+                two).
         """
         where = "this machine" if self.address is None else f"the cluster at {self.address}"
-        self._check("CPU", self.cpus, resources.get("CPU", 0.0), where)
-        self._check("GPU", self.gpus, resources.get("GPU", 0.0), where)
+        for kind, asked in (("CPU", self.cpus), ("GPU", self.gpus)):
+            self._check(kind, asked, sum(node.get(kind, 0.0) for node in nodes.values()), where)
+        if not _fit(self.groups, nodes.values()):
+            there = "; ".join(f"{name}: {n.get('CPU', 0):g} CPU, {n.get('GPU', 0):g} GPU" for name, n in nodes.items())
+            raise ConfigError(
+                f"{self.asked()} cannot be placed on the nodes of {where}, since an actor does not span nodes ({there}); "
+                "ask for smaller actors or fewer."
+            )
 
     def check_machine(self) -> None:
         """Refuse before Ray starts what this machine cannot hold: its CPUs are logical, its GPUs are counted.
@@ -83,20 +112,21 @@ class Placement:
             return
         field = f"{kind.lower()}s"
         parts = " and ".join(
-            f"{g.count_key}={g.count} x {g.count_key.split('.')[0]}.{field}={getattr(g, field):g}"
-            for g in self.groups
-            if getattr(g, field)
+            f"{g.count_key}={g.count} x {g.section}.{field}={getattr(g, field):g}" for g in self.groups if getattr(g, field)
         )
         raise ConfigError(
             f"The job asks for {asked:g} {kind}s ({parts}), but {where} has {there:g}; lower one of these settings."
         )
 
+    def asked(self) -> str:
+        """The actors in words."""
+        return " and ".join(map(str, self.groups))
+
     def describe(self) -> str:
         """The placement as lines of text."""
         lines = ["Ray: " + (f"joins {self.address}" if self.address else "a local head, started for this run")]
         for group in self.groups:
-            each = f"{group.cpus:g} CPU" + (f" + {group.gpus:g} GPU" if group.gpus else "")
-            lines.append(f"  {group.count} x {group.name} ({each} each)")
+            lines.append(f"  {group}" + (f", {_STRATEGIES[group.strategy]}" if group.count > 1 else ""))
             if group.name == "learner":
                 lines += [_describe_backbone(i, backbone, group.count) for i, backbone in enumerate(self.backbones)]
         lines.append(f"asked for: {self.cpus:g} CPUs, {self.gpus:g} GPUs")
@@ -105,6 +135,22 @@ class Placement:
                 f"this machine: {os.cpu_count()} CPUs, {local_gpus()} GPUs, {total_memory() / 2**30:.1f} GiB of memory"
             )
         return "\n".join(lines)
+
+
+_STRATEGIES = {"PACK": "packed on as few nodes as possible", "SPREAD": "spread over the nodes"}
+
+
+def _fit(groups: tuple[Group, Group], nodes: Iterable[Mapping[str, float]]) -> bool:
+    """Whether all actors of both groups fit on ``nodes``, each on one node; exact, by dynamic programming over the nodes."""
+    a, b = groups
+    most_b = [0] + [-1] * a.count  # most_b[i]: the most b's beside i a's on the nodes so far; -1: i a's do not fit
+    for node in nodes:
+        room = [b.room(a.after(node, k)) for k in range(a.room(node) + 1)]
+        most_b = [
+            max((most_b[i - k] + here for k, here in enumerate(room) if k <= i and most_b[i - k] >= 0), default=-1)
+            for i in range(a.count + 1)
+        ]
+    return most_b[a.count] >= b.count
 
 
 def _describe_backbone(i: int, backbone: Backbone, ranks: int) -> str:
@@ -123,16 +169,38 @@ def plan(config: Config) -> Placement:
         ConfigError: this machine has fewer GPUs than a local job asks for.
     """
     actor, rollout = config.actor, config.rollout
+    engines, engines_key = rollout.workers, "rollout.workers"
+    if serves_other_weights(rollout):
+        engines, engines_key = engines + 1, "one for evaluation + rollout.workers"
     placement = Placement(
         groups=(
-            Group("learner", actor.ranks, actor.cpus, actor.gpus, "actor.ranks"),
-            Group("rollout", rollout.workers, rollout.cpus, rollout.gpus, "rollout.workers"),
+            Group("learner", actor.ranks, actor.cpus, actor.gpus, "actor.ranks", "PACK"),
+            Group("rollout", engines, rollout.cpus, rollout.gpus, engines_key, "SPREAD"),
         ),
         backbones=_backbones(config),
-        address=config.cluster.address,
+        address=cluster_address(config),
     )
     placement.check_machine()
     return placement
+
+
+def cluster_address(config: Config) -> str | None:
+    """The cluster to join: ``cluster.address``, else RAY_ADDRESS, which Ray sets inside a job; None: a local head.
+
+    Raises:
+        ConfigError: the address is that of a dashboard or of a Ray client server.
+    """
+    name, address = "cluster.address", config.cluster.address
+    if address is None:
+        name, address = "RAY_ADDRESS", os.environ.get("RAY_ADDRESS")
+    if not address or address == "local":
+        return None
+    if "://" in address:
+        raise ConfigError(
+            f"{name}={address} is not the address of a Ray head: use auto, or host:port as `ray start` takes it; "
+            "`rlframe submit --address http://HOST:8265` sends a job through the dashboard."
+        )
+    return address
 
 
 def _backbones(config: Config) -> tuple[Backbone, ...]:

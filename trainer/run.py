@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import fcntl
 import os
-import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,15 @@ import ray
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
-from rlframe.config import Config, ConfigError
+from rlframe.config import Config, ConfigError, serves_other_weights
+from rlframe.engine_checks import check_installed
+from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
-from trainer import recovery
-from trainer.compose import config_hash, load_yaml, to_yaml
+from trainer import attempts, drift, recovery
+from trainer.checkpoints import Checkpoints, step_of
+from trainer.cluster import reserve_pools, start_ray
+from trainer.compose import load_yaml, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
 from trainer.placement import plan
@@ -29,6 +36,7 @@ from trainer.tracking import Tracker
 from workers.environments import make_environment
 from workers.environments.base import Environment
 from workers.group import LearnerGroup
+from workers.pools import Pool
 from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
 
@@ -50,6 +58,7 @@ def train(config: Config) -> Path:
 
     Raises:
         ConfigError: a setting is refused, or the run directory holds another run.
+        RunFailed: the run cannot go on.
     """
     check(config)
     run_dir = Path(config.run_dir).absolute()
@@ -58,36 +67,73 @@ def train(config: Config) -> Path:
             f"{run_dir} holds a run already: `rlframe resume {config.run_dir}` goes on with it, another name=... starts afresh."
         )
     inputs = read_inputs(config)
-    for folder in ("logs", "rollouts", "checkpoints"):
-        (run_dir / folder).mkdir(parents=True, exist_ok=True)
-    try:
-        (run_dir / "config.yaml").write_text(to_yaml(config))
-        asyncio.run(attempt(config, inputs, run_dir, None))
-    except BaseException:
-        if not any((run_dir / "checkpoints").iterdir()):
-            (run_dir / "config.yaml").unlink(missing_ok=True)
-        raise
+    checkpoints = Checkpoints(run_dir, config.checkpoint)
+    with occupied(run_dir):
+        try:
+            replace(run_dir / "config.yaml", to_yaml(config))
+            attempts.repeat(config, checkpoints, None, partial(attempt, config, inputs, run_dir))
+        except BaseException:
+            if not any(checkpoints.root.iterdir()):
+                (run_dir / "config.yaml").unlink(missing_ok=True)
+            raise
     return run_dir
 
 
 def resume(run: str, overrides: list[str]) -> Path:
-    """Go on with the run in directory ``run`` from its newest good checkpoint."""
+    """Go on with the run in directory ``run`` from its newest good checkpoint, or from the start if it has none yet.
+
+    Raises:
+        ConfigError: a setting is refused, or differs from the checkpoint's and must not.
+        RunFailed: the run cannot go on, or no checkpoint can be used.
+    """
     run_dir = Path(run).absolute()
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml.")
     config = load_yaml(run_dir / "config.yaml", overrides)
+    config.run_dir = run
     check(config)
-    inputs = read_inputs(config)
-    checkpoints = recovery.Checkpoints(run_dir, config.checkpoint.keep_last, config_hash(config))
-    directory, skipped = checkpoints.newest()
-    for sentence in skipped:
-        print(sentence)
-    asyncio.run(attempt(config, inputs, run_dir, directory))
+    with occupied(run_dir):
+        checkpoints = Checkpoints(run_dir, config.checkpoint)
+        checkpoint, skipped = checkpoints.newest()
+        print("\n".join(skipped) or "", end="\n" * bool(skipped))
+        if checkpoint is None:
+            print(f"{run_dir} has no checkpoint yet; it starts at step 0.")
+        else:
+            for line in drift.changes(load_yaml(checkpoint / "config.yaml"), config):
+                print(f"changed since {checkpoint.name}: {line}")
+            step = step_of(checkpoint)
+            if step >= config.steps:
+                print(f"{run_dir} has done all its steps={config.steps}; give a larger number to go on.")
+                return run_dir
+        inputs = read_inputs(config)
+        if checkpoint is not None:
+            recovery.check_prompts(checkpoint, inputs.stream)
+        replace(run_dir / "config.yaml", to_yaml(config))
+        attempts.repeat(config, checkpoints, checkpoint, partial(attempt, config, inputs, run_dir))
     return run_dir
+
+
+@contextlib.contextmanager
+def occupied(run_dir: Path) -> Iterator[None]:
+    """Make the folders of a run and keep other drivers out of them; the lock goes with the process, however it ends.
+
+    Raises:
+        ConfigError: another driver is at work there.
+    """
+    for folder in ("logs", "rollouts", "checkpoints"):
+        (run_dir / folder).mkdir(parents=True, exist_ok=True)
+    with (run_dir / "logs" / "driver.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"Another process is training in {run_dir}; wait for it, or stop it.") from None
+        yield
 
 
 def read_inputs(config: Config) -> Inputs:
     """Find the model, the tokenizer and the prompts, or raise ConfigError."""
+    if config.cluster.address is None and not config.rollout.server_urls:
+        check_installed(config.rollout.engine)
     model_path = resolve_model(config.model)
     trust = config.model.trust_remote_code
     find_modules_in(os.getcwd())
@@ -101,53 +147,90 @@ def read_inputs(config: Config) -> Inputs:
                 f"The prompt {problem.id} has {len(problem.tokens)} tokens, which leaves no room for an answer in "
                 f"rollout.max_model_len={config.rollout.max_model_len}; raise it or leave the prompt out."
             )
+    needed = getattr(environment, "answer_tokens", 1)
+    if config.rollout.max_new_tokens < needed:
+        raise ConfigError(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}, but an answer of task={config.task.name} takes up to "
+            f"{needed} tokens; raise it."
+        )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
     vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
     return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size)
 
 
-async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None) -> None:
-    """Start the cluster's part, train, and take it down again, whatever happens."""
+async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None, restarts: int = 0) -> None:
+    """Start the cluster's part, train, and take it down again, whatever happens.
+
+    Args:
+        config: the job.
+        inputs: what it reads.
+        run_dir: where it writes.
+        checkpoint: where it goes on; None: at the start.
+        restarts: attempts of this run that died before.
+
+    Raises:
+        WorkerDied: another attempt may succeed.
+    """
     placement = plan(config)
-    step, wandb_id = 0, None
-    if checkpoint:
-        state = recovery.read_state(checkpoint)
-        step, wandb_id = state["step"], state["wandb_id"]
-    start_ray(config, placement.cpus)
-    tracker = Tracker(config, run_dir, inputs.tokenizer, step, wandb_id)
+    state: dict[str, Any] = recovery.read_state(checkpoint) if checkpoint else {"step": -1, "wandb_id": None}
+    start_ray(placement)
+    tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
+    controller: Controller | None = None
+    task = asyncio.current_task()
+    assert task is not None
+    attempts.on_signal(tracker, task)
     try:
-        placement.check_cluster(ray.cluster_resources())
+        pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
-        controller = await start_workers(config, inputs, run_dir, tracker)
+        inputs.stream.position = 0
+        controller = await start_workers(config, inputs, run_dir, tracker, pools)
         if checkpoint:
             await controller.learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
-            tracker.say(f"resumed after step {step} from {checkpoint}")
-        on_signal(controller)
-        try:
-            await controller.run()
-        except* Exception as group:
-            raise first(group) from None
-        finally:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(asyncio.gather(controller.rollouts.close(), controller.learner.close()), 20)
+            tracker.say(f"resumed after step {controller.step} from {checkpoint}")
+        controller.faults["learner_restarts"] = restarts
+        attempts.on_signal(tracker, task, controller)
+        await controller.run()
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        raise await attempts.explain(error, controller) from None
     finally:
+        if controller is not None:
+            await attempts.close(controller)
         tracker.close()
         ray.shutdown()
 
 
-async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker) -> Controller:
-    """Start engines and learner ranks side by side and hand them to a controller."""
+async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker, pools: dict[str, Pool]) -> Controller:
+    """Start engines and learner ranks side by side, each in its pool, and hand them to a controller."""
     logs = str(run_dir / "logs")
-    rollouts = RolloutGroup.launch(config, inputs.model_path, logs)
-    learner = LearnerGroup.launch(config, inputs.model_path, logs)
+    rollouts = evaluators = RolloutGroup.launch(config, inputs.model_path, logs, pools["rollout"])
+    if serves_other_weights(config.rollout):
+        (run_dir / "logs" / "evaluation").mkdir(exist_ok=True)
+        evaluators = RolloutGroup.launch(
+            evaluator_config(config), inputs.model_path, f"{logs}/evaluation", pools["rollout"].behind(config.rollout.workers)
+        )
+    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"])
     limit = config.cluster.startup_timeout_s
-    await asyncio.wait_for(asyncio.gather(rollouts.start(), learner.start()), limit)
-    return make_controller(config, inputs, run_dir, rollouts, learner, tracker)
+    groups: set[Any] = {rollouts, evaluators, learner}
+    await asyncio.wait_for(asyncio.gather(*(group.start() for group in groups)), limit)
+    return make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
+
+
+def evaluator_config(config: Config) -> Config:
+    """The engine that answers held-out problems under the actor's own weights, where the rollout workers serve others."""
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, workers=1, quantize=None, weight_noise=0.0))
 
 
 def make_controller(
-    config: Config, inputs: Inputs, run_dir: Path, rollouts: RolloutGroup, learner: LearnerGroup, tracker: Tracker
+    config: Config,
+    inputs: Inputs,
+    run_dir: Path,
+    rollouts: RolloutGroup,
+    evaluators: RolloutGroup,
+    learner: LearnerGroup,
+    tracker: Tracker,
 ) -> Controller:
     """The controller of a job whose workers have started."""
     return Controller(
@@ -158,46 +241,15 @@ def make_controller(
         head_size=min(config.rollout.head_size, inputs.vocab_size) if config.algorithm.score_centering else 0,
         sync_mode=sync_mode(config),
         rollouts=rollouts,
+        evaluators=evaluators,
         learner=learner,
         tracker=tracker,
-        checkpoints=recovery.Checkpoints(run_dir, config.checkpoint.keep_last, config_hash(config)),
+        checkpoints=Checkpoints(run_dir, config.checkpoint),
     )
 
 
 def sync_mode(config: Config) -> str:
-    """How weights travel: as configured, or by what the actor trains."""
+    """How weights travel: as configured, or by what the actor trains and the engines are to serve."""
     if config.rollout.weight_sync != "auto":
         return config.rollout.weight_sync
-    return "merged" if config.actor.mode == "lora" else "full"
-
-
-def start_ray(config: Config, cpus: float) -> None:
-    """Join the cluster of ``cluster.address``, or start a local head (its CPUs are logical: as many as the job asks for)."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves engine and learner beside anything else that runs
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "configure_logging": True}
-    if config.cluster.address is None:
-        local = max(cpus, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=int(-(-local // 1)), include_dashboard=False, **common)
-    else:
-        ray.init(address=config.cluster.address, **common)
-
-
-def on_signal(controller: Controller) -> None:
-    """SIGTERM and the first Ctrl-C: finish the step, save, leave."""
-
-    def stop() -> None:
-        controller.stop_requested = True
-        controller.tracker.say("stopping after this step; a checkpoint is written")
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-
-
-def first(group: BaseExceptionGroup[Exception]) -> BaseException:
-    """The one exception inside nested groups that ended a run."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return "full" if config.actor.mode == "full" or serves_other_weights(config.rollout) else "merged"

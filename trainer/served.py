@@ -9,9 +9,9 @@ from workers.group import LearnerGroup
 from workers.rollout.engine import Completion
 
 
-def checksum_fault(served: list[str], expected: str, version: int) -> str | None:
-    """One sentence about the first worker whose checksum is not the actor's, or None."""
-    for i, checksum in enumerate(served):
+def checksum_fault(served: dict[int, str], expected: str, version: int) -> str | None:
+    """One sentence about the first worker (``served``: checksum by worker) whose checksum is not the actor's, or None."""
+    for i, checksum in served.items():
         if checksum != expected:
             return (
                 f"Rollout worker {i} serves weights with checksum {checksum} after the sync of version {version}, "
@@ -21,21 +21,23 @@ def checksum_fault(served: list[str], expected: str, version: int) -> str | None
 
 
 async def probe_fault(
-    completions: list[Completion], prompt: np.ndarray, learner: LearnerGroup, temperature: float, tolerance: float
+    completions: dict[int, Completion], prompt: np.ndarray, learner: LearnerGroup, temperature: float, tolerance: float
 ) -> str | None:
     """One sentence about the first worker whose log-probabilities differ from the actor's by more than ``tolerance``, or None.
 
     Args:
-        completions: of every worker, sampled from ``prompt`` (int32[P]) at ``temperature``.
+        completions: by worker, sampled from ``prompt`` (int32[P]) at ``temperature``.
         prompt: the fixed prompt.
         learner: where the actor is.
         temperature: divides the actor's logits.
         tolerance: nats.
     """
-    batch = Batch.from_trajectories([_as_trajectory(prompt, completion) for completion in completions])
+    if not completions:
+        return None
+    batch = Batch.from_trajectories([_as_trajectory(prompt, completion) for completion in completions.values()])
     ours = (await learner.logprobs(learner.share(batch), temperature))["logprobs"]
     differences = np.where(batch.action_mask, np.abs(ours - batch.logprobs), 0.0)
-    for i, worst in enumerate(np.maximum.reduceat(differences, batch.offsets[:-1])):
+    for i, worst in zip(completions, np.maximum.reduceat(differences, batch.offsets[:-1]), strict=True):
         if not worst <= tolerance:
             return (
                 f"Rollout worker {i} differs from the actor by {worst:.2g} nats on the probe prompt; "

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import ray
 
 from rlframe.config import Config
+from rlframe.files import Entry
 from rlframe.metrics import Metrics
 from rlframe.types import Batch
 from workers.learner import LearnerRank
+from workers.pools import Pool
 
 
 class LearnerGroup:
@@ -20,26 +22,30 @@ class LearnerGroup:
     A batch argument is what `share` returned.
     """
 
+    rank_class: type = LearnerRank
+    """What runs on every rank."""
+
     def __init__(self, ranks: list[Any]) -> None:
         """``ranks``: handles of `LearnerRank` actors, in rank order."""
         self.ranks = ranks
 
     @classmethod
-    def launch(cls, config: Config, model_path: str, log_dir: str | None) -> LearnerGroup:
-        """Create the actors; `start` makes them a group."""
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> Self:
+        """Create the actors in ``pool``; `start` makes them a group."""
         actor = config.actor
-        remote: Any = ray.remote(LearnerRank)
+        remote: Any = ray.remote(concurrency_groups={"files": 1})(cls.rank_class)  # type: ignore[call-overload]
         ranks = [
             remote.options(
                 num_cpus=actor.cpus,
                 num_gpus=actor.gpus,
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(actor.threads), "HF_HUB_OFFLINE": "1"}},
+                **pool.options(rank),
             ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log")
             for rank in range(actor.ranks)
         ]
         return cls(ranks)
 
-    def share(self, batch: Batch) -> Any:
+    def share(self, batch: Any) -> Any:
         """Put a batch where all ranks can read it, once."""
         return ray.put(batch)
 
@@ -64,9 +70,9 @@ class LearnerGroup:
         """One policy step."""
         return Metrics.merge(await self._all("update_actor", batch))
 
-    async def weight_update(self, version: int, mode: str, dtype: str) -> tuple[Any, str]:
+    async def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[Any, str]:
         """A reference to the weights (they go from rank 0 to the rollout workers, not through here) and their checksum."""
-        refs = [rank.weight_update.options(num_returns=2).remote(version, mode, dtype) for rank in self.ranks]
+        refs = [rank.weight_update.options(num_returns=2).remote(version, mode, dtype, exact) for rank in self.ranks]
         checksums = await asyncio.gather(*(checksum for _, checksum in refs))
         return refs[0][0], checksums[0]
 
@@ -76,14 +82,40 @@ class LearnerGroup:
         filled = [part for part in parts if len(part["logprobs"])]  # a rank without tokens does not know the width of heads
         return {name: np.concatenate([part[name] for part in filled]) for name in filled[0]}
 
+    async def dead(self, timeout_s: float = 10.0) -> list[int]:
+        """Ranks whose process is gone. One that is busy for longer than ``timeout_s`` counts as alive."""
+        calls = [asyncio.ensure_future(_reached(rank)) for rank in self.ranks]
+        done, waiting = await asyncio.wait(calls, timeout=timeout_s)
+        for call in waiting:
+            call.cancel()
+        return [i for i, call in enumerate(calls) if call in done and not call.result()]
+
     async def close(self) -> None:
         """Take the process group down."""
         await self._all("close")
 
-    async def save(self, directory: str) -> None:
-        """Every rank writes its part under ``directory`` (a path that all ranks and the driver share)."""
-        await self._all("save", directory)
+    async def snapshot(self) -> None:
+        """Every rank copies its part of a checkpoint to host memory."""
+        await self._all("snapshot")
+
+    async def write(self, directory: str) -> dict[str, Entry]:
+        """Every rank writes its copy under ``directory`` (a path that all ranks and the driver share) while training goes on.
+
+        Returns:
+            Size and hash of every file, by its path inside ``directory``.
+        """
+        calls = [rank.write.options(concurrency_group="files").remote(directory) for rank in self.ranks]
+        return {name: entry for part in await asyncio.gather(*calls) for name, entry in part.items()}
 
     async def load(self, directory: str) -> None:
         """Every rank restores from ``directory``."""
         await self._all("load", directory)
+
+
+async def _reached(rank: Any) -> bool:
+    """Whether a rank answers; False if its process is gone."""
+    try:
+        await rank.address.remote()
+    except ray.exceptions.RayActorError:
+        return False
+    return True

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rlframe.backbone import Backbone
 from rlframe.config import Config, LoraConfig, critic_names
+from rlframe.files import Entry, seal
 from rlframe.metrics import Metrics
 from rlframe.sessions import Session, SessionSpec
 from rlframe.types import Batch
@@ -43,13 +44,17 @@ class LearnerRank:
             s.bind(("", 0))
             return f"tcp://{_node_ip()}:{s.getsockname()[1]}"
 
-    def start(self, address: str) -> None:
-        """Join the process group and build backbones, sessions and roles."""
+    def join(self, address: str) -> None:
+        """Join the process group and seed this process."""
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo", init_method=address, rank=self.rank, world_size=self.ranks
         )
         self.mesh = init_device_mesh(self.device.type, (self.ranks,))
         _seed_everything(self.config.seed * 1000 + self.rank)
+
+    def start(self, address: str) -> None:
+        """Join the process group and build backbones, sessions and roles."""
+        self.join(address)
         actor, critic = self.config.actor, self.config.critic
         policy_backbone = self._backbone(trainable=actor.mode == "full")
         spec = SessionSpec(
@@ -110,23 +115,30 @@ class LearnerRank:
         """One policy step on ``batch`` (advantages set); the metrics of this rank's shard."""
         return self.actor.update(batch.shard(self.rank, self.ranks), batch.num_actions)
 
-    def weight_update(self, version: int, mode: str, dtype: str) -> tuple[WeightUpdate | None, str]:
+    def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[WeightUpdate | None, str]:
         """The weights to serve as ``version`` (rank 0) and their checksum; see `Actor.weight_update`."""
-        return self.actor.weight_update(version, mode, dtype)
+        return self.actor.weight_update(version, mode, dtype, exact)
 
     def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
         """The policy's own log-probabilities of this rank's shard, for the served-weights check."""
         outputs = self.actor.logprobs(batch.shard(self.rank, self.ranks), temperature)
         return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
 
-    def save(self, directory: str) -> None:
-        """Write all sessions and this rank's random state under ``directory``."""
-        for name, session in self._sessions().items():
-            session.save(str(Path(directory) / name))
-        save_file(_rng_state(self.device), str(Path(directory) / f"rng_{self.rank:05d}.safetensors"))
+    def snapshot(self) -> None:
+        """Copy all sessions and this rank's random state to host memory; training may go on before `write`."""
+        sessions = {name: session.snapshot() for name, session in self._sessions().items()}
+        self._taken = (sessions, _rng_state(self.device))
+
+    def write(self, directory: str) -> dict[str, Entry]:
+        """Write what `snapshot` took under ``directory``, in a thread beside training; sizes and hashes of the files."""
+        (sessions, rng), root = self._taken, Path(directory)
+        paths = [path for name, taken in sessions.items() for path in taken.write(root / name)]
+        paths.append(root / f"rng_{self.rank:05d}.safetensors")
+        save_file(rng, paths[-1])
+        return {str(path.relative_to(root)): seal(path) for path in paths}
 
     def load(self, directory: str) -> None:
-        """Restore what `save` wrote; the random state only if this rank existed then."""
+        """Restore what `write` wrote; the random state only if this rank existed then."""
         for name, session in self._sessions().items():
             session.load(str(Path(directory) / name))
         rng = Path(directory) / f"rng_{self.rank:05d}.safetensors"

@@ -1,4 +1,4 @@
-"""The staleness bound of the buffer, under random orders of finishing, failing and training."""
+"""The staleness bound of the buffer, under random orders of finishing, failing, losing workers, resuming and training."""
 
 import asyncio
 
@@ -8,39 +8,147 @@ from hypothesis import strategies as st
 
 from trainer.buffer import Buffer, State
 
+OTHERS = 5
+"""Turns of the event loop after which a task that can go on has gone on."""
+
+
+async def settled(task):
+    """Whether ``task`` is done once everything that can happen has happened."""
+    for _ in range(OTHERS):
+        await asyncio.sleep(0)
+    return task.done()
+
+
+async def taken(buffer):
+    """The batch that can be taken now, or None."""
+    taking = asyncio.ensure_future(buffer.take())
+    if await settled(taking):
+        return taking.result()
+    taking.cancel()
+    return None
+
+
+class Run:
+    """A learner and rollout workers that do what `hypothesis` says, and what must hold whatever that is."""
+
+    def __init__(self, per_step, max_staleness, window):
+        self.shape = (per_step, max_staleness, window)
+        self.buffer = Buffer(*self.shape)
+        self.per_step, self.max_staleness, self.window = self.shape
+        self.version, self.admitted, self.trained, self.dropped = 0, 0, [], []
+        self.sampled_under = {}
+        self.training = None
+
+    def admit(self):
+        while self.buffer.free:
+            self.buffer.put(self.admitted)
+            self.sampled_under[self.admitted] = self.version
+            self.admitted += 1
+        assert self.buffer.occupied == self.buffer.capacity == (self.max_staleness + 1) * self.per_step - self.window
+
+    def issued(self):
+        return [slot.number for slot in self.buffer.slots(State.ISSUED)]
+
+    def prompt(self, number):
+        return next(slot.prompt for slot in self.buffer.slots(*State) if slot.number == number)
+
+    def finish(self, number):
+        self.buffer.finish(number, "trajectories")
+
+    def drop(self, number):
+        self.dropped.append(self.prompt(number))
+        self.buffer.drop(number)
+
+    def lose(self, number):
+        """Its worker is lost: the prompt starts again under what is served now."""
+        self.sampled_under[self.prompt(number)] = self.version
+
+    async def take(self):
+        if self.training is None and (batch := await taken(self.buffer)):
+            self.training = [slot.prompt for slot in batch]
+            assert len(batch) == self.per_step and sorted(self.training) == self.training
+            for prompt in self.training:
+                assert self.version - self.sampled_under[prompt] <= self.max_staleness
+
+    def release(self):
+        if self.training is not None:
+            self.version += 1
+            self.trained += self.training
+            self.training = None
+            self.buffer.release()
+
+    def resume(self):
+        """A checkpoint between two steps: what is finished is kept, what is not starts again."""
+        if self.training is not None:
+            return
+        old, self.buffer = self.buffer, Buffer(*self.shape)
+        for slot in old.slots(State.ISSUED, State.FINISHED):
+            number = self.buffer.put(slot.prompt)
+            if slot.state is State.FINISHED:
+                self.finish(number)
+            else:
+                self.lose(number)
+
+
+SHAPES = st.tuples(st.integers(1, 4), st.integers(0, 4)).flatmap(
+    lambda shape: st.tuples(st.just(shape[0]), st.just(shape[1]), st.integers(0, shape[0] * shape[1]))
+)
+ACTIONS = ["finish", "finish", "finish", "drop", "lose", "take", "release", "resume"]
+
 
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), per_step=st.integers(1, 4), max_staleness=st.integers(0, 4))
-def test_no_prompt_is_trained_staler_than_the_bound_and_no_slot_leaks(data, per_step, max_staleness):
+@given(data=st.data(), shape=SHAPES)
+def test_nothing_is_staler_than_the_bound_or_trained_twice_and_no_slot_leaks(data, shape):
     async def scenario():
-        buffer = Buffer(per_step, max_staleness)
-        born, served, trained_at = {}, 0, {}
-        training = None
+        run = Run(*shape)
         for _ in range(data.draw(st.integers(5, 60))):
-            while buffer.free:
-                number = buffer.put(served)
-                born[number] = served
-            assert buffer.occupied <= (max_staleness + 1) * per_step
-            issued = [slot.number for slot in buffer.slots(State.ISSUED)]
-            action = data.draw(st.sampled_from(["finish", "finish", "drop", "take", "release"]))
-            if action in ("finish", "drop") and issued:
-                number = data.draw(st.sampled_from(issued))
-                buffer.finish(number, "t") if action == "finish" else buffer.drop(number)
-            elif action == "take" and training is None:
-                try:
-                    training = await asyncio.wait_for(buffer.take(), 0.001)
-                except TimeoutError:
-                    continue
-                assert len(training) == per_step
-                for slot in training:
-                    trained_at[slot.number] = served
-                    assert served - born[slot.number] <= max_staleness
-            elif action == "release" and training is not None:
-                served += 1
-                buffer.release()
-                training = None
-        assert sorted(trained_at) == list(trained_at), "training follows the order of admission"
-        assert buffer.occupied <= buffer.capacity
+            run.admit()
+            action = data.draw(st.sampled_from(ACTIONS))
+            if action in ("finish", "drop", "lose"):
+                if issued := run.issued():
+                    getattr(run, action)(data.draw(st.sampled_from(issued)))
+            elif action == "take":
+                await run.take()
+            else:
+                getattr(run, action)()
+        for _ in range(3):  # whatever happened, it goes on when everything finishes
+            run.release()
+            run.admit()
+            for number in run.issued():
+                run.finish(number)
+            before = run.version
+            await run.take()
+            run.release()
+            assert run.version == before + 1
+        gone = run.trained + run.dropped
+        left = [slot.prompt for slot in run.buffer.slots(*State)]
+        assert sorted(gone + left) == list(range(run.admitted)), "every prompt is trained once, dropped, or still there"
+        if run.window == 0:
+            assert run.trained == sorted(run.trained), "without a window training follows the order of admission"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("per_step", "max_staleness", "window"), [(1, 2, 1), (2, 2, 0), (2, 2, 3), (4, 2, 4), (3, 4, 7)])
+def test_the_bound_is_reached_so_no_larger_capacity_would_keep_it(per_step, max_staleness, window):
+    """The worst case: every prompt finishes at once, but one, which finishes when nothing can overtake it any more."""
+
+    async def scenario():
+        run = Run(per_step, max_staleness, window)
+        run.admit()
+        slow = run.issued()[-1]
+        while slow not in run.trained:
+            for number in run.issued():
+                if number != slow:
+                    run.finish(number)
+            await run.take()
+            if run.training is None:
+                run.finish(slow)
+                await run.take()
+            if slow in run.training:
+                assert run.version == max_staleness
+            run.release()
+            run.admit()
 
     asyncio.run(scenario())
 
@@ -52,33 +160,62 @@ def test_take_waits_for_the_oldest_even_when_younger_ones_are_there():
         for number in numbers[1:]:
             buffer.finish(number, "done")
         taking = asyncio.ensure_future(buffer.take())
-        await asyncio.sleep(0.01)
-        assert not taking.done()
+        assert not await settled(taking)
         buffer.finish(numbers[0], "done")
         assert [slot.prompt for slot in await taking] == ["a", "b"]
 
     asyncio.run(scenario())
 
 
-def test_a_dropped_slot_is_free_at_once_and_counted():
+def test_a_window_lets_a_batch_pass_a_slow_rollout_but_not_further_than_it_is_wide():
+    async def scenario():
+        buffer = Buffer(prompts_per_step=2, max_staleness=2, window=2)
+        numbers = [buffer.put(name) for name in "abcd"]
+        for number in numbers[1:]:
+            buffer.finish(number, "done")
+        assert [slot.prompt for slot in await buffer.take()] == ["b", "c"]
+        buffer.release()
+        buffer.finish(buffer.put("e"), "done")
+        taking = asyncio.ensure_future(buffer.take())
+        assert not await settled(taking), "d is more than two prompts after a"
+        buffer.finish(numbers[0], "done")
+        assert [slot.prompt for slot in await taking] == ["a", "d"]
+
+    asyncio.run(scenario())
+
+
+def test_a_window_that_leaves_no_room_for_a_batch_is_refused():
+    with pytest.raises(ValueError, match="no room"):
+        Buffer(prompts_per_step=4, max_staleness=1, window=5)
+
+
+@pytest.mark.parametrize("failed", [1, 3, 128])
+def test_a_dropped_slot_is_free_at_once_and_counted(failed):
     async def scenario():
         buffer = Buffer(prompts_per_step=128, max_staleness=0)
         numbers = [buffer.put(i) for i in range(128)]
         with pytest.raises(RuntimeError, match="no free slot"):
             buffer.put("one more")
-        for number in numbers[:3]:
+        for number in numbers[:failed]:
             buffer.drop(number)
-        assert (buffer.free, buffer.dropped) == (3, 3)
-        for number in numbers[3:]:
+        assert (buffer.free, buffer.dropped) == (failed, failed)
+        for number in numbers[failed:]:
             buffer.finish(number, "done")
         taking = asyncio.ensure_future(buffer.take())
-        await asyncio.sleep(0.01)
-        assert not taking.done(), "125 of 128 must not train"
-        for _ in range(3):
+        assert not await settled(taking), f"{128 - failed} of 128 must not train"
+        for _ in range(failed):
             buffer.finish(buffer.put("again"), "done")
         assert len(await taking) == 128
 
     asyncio.run(scenario())
+
+
+def test_rollouts_that_come_twice_are_refused():
+    buffer = Buffer(prompts_per_step=1, max_staleness=0)
+    number = buffer.put("a")
+    buffer.finish(number, "done")
+    with pytest.raises(RuntimeError, match="came twice"):
+        buffer.finish(number, "done")
 
 
 def test_admission_waits_until_the_trained_weights_are_pulled():
@@ -87,9 +224,20 @@ def test_admission_waits_until_the_trained_weights_are_pulled():
         buffer.finish(await buffer.admit("a"), "done")
         await buffer.take()
         admission = asyncio.ensure_future(buffer.admit("b"))
-        await asyncio.sleep(0.01)
-        assert not admission.done()
+        assert not await settled(admission)
         buffer.release()
         assert await admission == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_closed_buffer_lets_go_of_who_waits_and_keeps_what_it_has():
+    async def scenario():
+        buffer = Buffer(prompts_per_step=2, max_staleness=0)
+        buffer.finish(buffer.put("a"), "done")
+        taking = asyncio.ensure_future(buffer.take())
+        assert not await settled(taking)
+        buffer.close()
+        assert await taking == [] and [slot.prompt for slot in buffer.slots(*State)] == ["a"]
 
     asyncio.run(scenario())

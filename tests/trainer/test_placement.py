@@ -1,13 +1,20 @@
 """What a job asks of Ray, and what it needs in memory, against models that are really built."""
 
+import itertools
+import socket
+from dataclasses import replace
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from rlframe.config import Config, ConfigError, LoraConfig
 from trainer import placement
+from trainer.cluster import start_ray
 from trainer.memory import estimate, lora_parameters, read_shape
 from trainer.placement import critic_names, plan
 
@@ -78,15 +85,101 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_is_asked_and_what_is_t
     config.cluster.address = "auto"
     config.actor.ranks, config.actor.gpus, config.rollout.gpus = 4, 1.0, 2.0
     asked = plan(config)
-    asked.check_cluster({"CPU": 5.0, "GPU": 6.0})
+    asked.check_cluster({"a": {"CPU": 5.0, "GPU": 6.0}})
     with pytest.raises(ConfigError) as caught:
-        asked.check_cluster({"CPU": 5.0, "GPU": 5.0})
+        asked.check_cluster({"a": {"CPU": 5.0, "GPU": 3.0}, "b": {"GPU": 2.0}})
     assert str(caught.value) == (
         "The job asks for 6 GPUs (actor.ranks=4 x actor.gpus=1 and rollout.workers=1 x rollout.gpus=2), but the cluster at "
         "auto has 5; lower one of these settings."
     )
     with pytest.raises(ConfigError, match=r"asks for 5 CPUs .* has 4"):
-        asked.check_cluster({"CPU": 4.0, "GPU": 6.0})
+        asked.check_cluster({"a": {"CPU": 4.0, "GPU": 6.0}})
+
+
+def test_an_engine_that_no_node_can_hold_is_refused_although_the_cluster_has_enough_in_all():
+    config = job()
+    config.cluster.address = "auto"
+    config.rollout.gpus, config.rollout.tensor_parallel_size = 4.0, 4
+    asked = plan(config)
+    with pytest.raises(ConfigError) as caught:
+        asked.check_cluster({"a": {"CPU": 8.0, "GPU": 2.0}, "b": {"CPU": 8.0, "GPU": 2.0}})
+    assert str(caught.value) == (
+        "1 x learner (1 CPU each) and 1 x rollout (1 CPU + 4 GPU each) cannot be placed on the nodes of the cluster at auto, "
+        "since an actor does not span nodes (a: 8 CPU, 2 GPU; b: 8 CPU, 2 GPU); ask for smaller actors or fewer."
+    )
+    asked.check_cluster({"a": {"CPU": 1.0}, "b": {"CPU": 1.0, "GPU": 4.0}})
+
+
+def every_way(a: int, b: int, nodes: int):
+    """All ways to put ``a`` and ``b`` equal things on ``nodes``."""
+    for where in itertools.product(range(nodes), repeat=a + b):
+        yield where[:a], where[a:]
+
+
+@given(
+    counts=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    sizes=st.tuples(*[st.tuples(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.sampled_from([0.0, 1.0, 2.0]))] * 2),
+    nodes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=3),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_request_is_refused_exactly_when_no_way_to_place_it_exists(counts, sizes, nodes):
+    """Against all ways, tried one after the other."""
+    config = job()
+    config.cluster.address = "auto"
+    (config.actor.ranks, config.rollout.workers), ((config.actor.cpus, _), (config.rollout.cpus, _)) = counts, sizes
+    learner, rollout = plan(config).groups
+    groups = (replace(learner, gpus=sizes[0][1]), replace(rollout, gpus=sizes[1][1]))
+    asked = replace(plan(config), groups=groups)
+
+    def holds(ways) -> bool:
+        for n, have in enumerate(nodes):
+            for kind in (0, 1):
+                used = sum(size[kind] * way.count(n) for size, way in zip(sizes, ways, strict=True))
+                if used > have[kind]:
+                    return False
+        return True
+
+    possible = any(holds(ways) for ways in every_way(*counts, len(nodes)))
+    try:
+        asked.check_cluster({str(n): {"CPU": cpus, "GPU": gpus} for n, (cpus, gpus) in enumerate(nodes)})
+    except ConfigError:
+        assert not possible
+    else:
+        assert possible
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable", "joined"),
+    [
+        (None, None, None),
+        (None, "10.0.0.1:6379", "10.0.0.1:6379"),
+        ("auto", "10.0.0.1:6379", "auto"),
+        ("local", "10.0.0.1:6379", None),
+        (None, "local", None),
+    ],
+)
+def test_the_cluster_of_the_setting_wins_over_that_of_the_environment(setting, variable, joined, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    config = job()
+    config.cluster.address = setting
+    assert plan(config).address == joined
+
+
+def test_the_address_of_a_dashboard_is_not_that_of_a_head(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS=http://head:8265 is not the address of a Ray head: .*rlframe submit"):
+        plan(job())
+
+
+def test_a_head_that_is_not_there_is_refused_at_once():
+    config = job()
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        config.cluster.address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"^No Ray cluster answers at 127\.0\.0\.1"):
+            start_ray(plan(config))
 
 
 def test_a_local_job_is_refused_more_gpus_than_the_machine_has_but_not_more_cpus(monkeypatch):

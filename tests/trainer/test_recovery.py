@@ -1,21 +1,37 @@
-"""Checkpoints on disk: an incomplete or damaged one is never used, and what was in the buffer comes back."""
+"""Checkpoints on disk: a damaged one is never used, training goes on beside the writing, rules say which ones stay."""
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rlframe.config import CheckpointConfig
+from rlframe.files import seal
 from rlframe.types import Batch, Trajectory
-from trainer.recovery import CheckpointError, Checkpoints, _read_batches, read_state, verify
+from trainer.checkpoints import Checkpoints, verify
+from trainer.failures import CheckpointError
+from trainer.recovery import read_batches, read_state, write_state
 
 
 class Ranks:
-    """Stands where the learner group does: writes one file, as a rank would."""
+    """Stands where the learner group does: writes one file, as a rank would, once it may."""
 
-    async def save(self, directory):
-        (Path(directory) / "actor.safetensors").write_bytes(b"weights" * 100)
+    def __init__(self):
+        self.weights = b"weights" * 100
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+
+    async def snapshot(self):
+        self.taken = self.weights
+
+    async def write(self, directory):
+        await self.may_write.wait()
+        path = Path(directory) / "actor.safetensors"
+        path.write_bytes(self.taken)
+        return {path.name: seal(path)}
 
 
 def batch(index, tokens):
@@ -40,16 +56,24 @@ def batch(index, tokens):
     )
 
 
-def state(step, batches=()):
-    return {"step": step, "slots": [], "batches": list(batches)}
+def rest(step, batches=()):
+    return lambda directory: write_state(directory, {"step": step, "slots": []}, list(batches), "steps: 1")
 
 
-def save(checkpoints, step, **kwargs):
-    asyncio.run(checkpoints.save(step, Ranks(), state(step, **kwargs)))
+def save(checkpoints, step, batches=(), score=None):
+    async def whole():
+        await checkpoints.save(step, Ranks(), rest(step, batches), score)
+        await checkpoints.settle()
+
+    asyncio.run(whole())
+
+
+def kept(run_dir):
+    return [int(directory.name[5:]) for directory in sorted((run_dir / "checkpoints").glob("step_*"))]
 
 
 def test_the_newest_complete_one_is_used_and_the_others_are_named(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=10, config_hash="abc")
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=10))
     for step in (10, 20, 30, 40):
         save(checkpoints, step)
     root = tmp_path / "checkpoints"
@@ -67,7 +91,7 @@ def test_the_newest_complete_one_is_used_and_the_others_are_named(tmp_path):
 
 
 def test_a_truncated_file_and_a_missing_file_are_found(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=10, config_hash="abc")
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=10))
     save(checkpoints, 1)
     directory = tmp_path / "checkpoints" / "step_000001"
     assert verify(directory) is None
@@ -77,24 +101,126 @@ def test_a_truncated_file_and_a_missing_file_are_found(tmp_path):
     assert "actor.safetensors is missing" in verify(directory)
 
 
-def test_nothing_to_resume_from_is_one_sentence(tmp_path):
-    with pytest.raises(CheckpointError, match="Nothing to resume from"):
-        Checkpoints(tmp_path, 1, "abc").newest()
+def test_damaged_ones_alone_are_an_error_and_none_at_all_is_not(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    assert checkpoints.newest() == (None, [])
+    save(checkpoints, 1)
+    (tmp_path / "checkpoints" / "step_000001" / "actor.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"Nothing to resume from .* step_000001 was skipped: actor\.safetensors is missing"
+    ):
+        checkpoints.newest()
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 .* there are: 1"):
+        checkpoints.at(7)
 
 
-def test_only_the_newest_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=2, config_hash="abc")
-    for step in (1, 2, 3):
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({"keep_last": 2}, [9, 10]),
+        ({"keep_last": 1, "keep_every": 4}, [4, 8, 10]),
+        ({"keep_last": 1, "keep_best": 2}, [3, 7, 10]),
+        ({"keep_last": 1, "keep_every": 5, "keep_best": 1}, [5, 7, 10]),
+    ],
+)
+def test_rules_say_which_checkpoints_stay(tmp_path, rules, expected):
+    """Held-out rewards are measured at odd steps; the best are at steps 3 and 7, equal, and then 1."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(**{"keep_best": 0, **rules}))
+    for step in range(1, 11):
+        score = {1: 0.5, 3: 0.9, 5: 0.2, 7: 0.9, 9: 0.4}.get(step)
+        save(checkpoints, step, score=score)
+    assert kept(tmp_path) == expected
+
+
+def test_what_a_damaged_newer_one_left_does_not_push_good_ones_out(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=2))
+    for step in (1, 2, 9):
         save(checkpoints, step)
-    assert sorted(d.name for d in (tmp_path / "checkpoints").glob("step_*")) == ["step_000002", "step_000003"]
+    (tmp_path / "checkpoints" / "step_000009" / "manifest.json").unlink()
+    save(checkpoints, 3)
+    assert kept(tmp_path) == [2, 3, 9]
+    assert checkpoints.newest()[0].name == "step_000003"
+
+
+def test_training_goes_on_while_a_checkpoint_of_what_was_is_written(tmp_path):
+    checkpoints, ranks = Checkpoints(tmp_path, CheckpointConfig()), Ranks()
+
+    async def train():
+        ranks.may_write.clear()
+        await checkpoints.save(1, ranks, rest(1), None)
+        ranks.weights = b"of a later step"
+        await checkpoints.check()
+        assert kept_while_writing() == []
+        second = asyncio.create_task(checkpoints.save(2, ranks, rest(2), None))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not second.done() and ranks.taken != ranks.weights, "at most one is written at a time"
+        ranks.may_write.set()
+        await second
+        await checkpoints.settle()
+
+    def kept_while_writing():
+        return [d for d in (tmp_path / "checkpoints").glob("step_*") if d.suffix != ".tmp"]
+
+    asyncio.run(train())
+    root = tmp_path / "checkpoints"
+    assert kept(tmp_path) == [1, 2]
+    assert (root / "step_000001" / "actor.safetensors").read_bytes() == b"weights" * 100
+    assert (root / "step_000002" / "actor.safetensors").read_bytes() == b"of a later step"
+    assert set(checkpoints.timings()) == {"time/checkpoint", "time/checkpoint_write"} and not checkpoints.timings()
+
+
+@pytest.mark.parametrize("waits", ["check", "settle", "save"])
+def test_a_failure_in_the_background_surfaces_and_leaves_the_old_checkpoint(tmp_path, waits):
+    checkpoints, ranks = Checkpoints(tmp_path, CheckpointConfig()), Ranks()
+
+    async def train():
+        await checkpoints.save(1, ranks, rest(1), None)
+        await checkpoints.settle()
+        await checkpoints.save(2, ranks, lambda directory: [directory / "not written"], None)
+        writing = checkpoints._writing
+        await asyncio.wait([writing])
+        with pytest.raises(CheckpointError, match=r"step 2 could not be written: .*not written"):
+            await (checkpoints.save(3, ranks, rest(3), None) if waits == "save" else getattr(checkpoints, waits)())
+
+    asyncio.run(train())
+    assert checkpoints.newest()[0].name == "step_000001"
+
+
+def test_files_that_the_driver_cannot_see_are_an_error(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+
+    class Elsewhere(Ranks):
+        async def write(self, directory):
+            entries = await super().write(directory)
+            shutil.rmtree(directory)
+            Path(directory).mkdir()
+            return entries
+
+    async def train():
+        await checkpoints.save(1, Elsewhere(), rest(1), None)
+        with pytest.raises(CheckpointError, match="run_dir must be on a shared path"):
+            await checkpoints.settle()
+
+    asyncio.run(train())
+
+
+def test_what_a_killed_write_left_is_swept_and_never_reused(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    leftover = tmp_path / "checkpoints" / "step_000001.abcd.tmp"
+    leftover.mkdir(parents=True)
+    (leftover / "manifest.json").write_text("{}")
+    assert checkpoints.newest() == (None, [])
+    save(checkpoints, 1)
+    assert [d.name for d in (tmp_path / "checkpoints").glob("step_*")] == ["step_000001"]
 
 
 def test_finished_trajectories_come_back_slot_by_slot(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=2, config_hash="abc")
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=2))
     two = Batch.concat([batch(1, [5, 6]), batch(1, [7, 8, 9])])
     save(checkpoints, 7, batches=[batch(0, [1, 2, 3]), two])
     directory = tmp_path / "checkpoints" / "step_000007"
-    first, second = _read_batches(directory)
+    first, second = read_batches(directory)
     assert (len(first), len(second)) == (1, 2)
     for restored, original in ((first, batch(0, [1, 2, 3])), (second, two)):
         assert restored.prompt_ids == original.prompt_ids and restored.metadata == original.metadata

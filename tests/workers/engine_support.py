@@ -4,17 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from sglang_wire_server import WireServer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlframe.checksum import weights_checksum
 from workers.rollout.engine import Completion, WeightUpdate
+from workers.rollout.sglang import SGLangEngine
+from workers.rollout.torch_engine import TorchEngine
+from workers.rollout.vllm import VLLMEngine
 
 VOCABULARY = 64
 MAX_MODEL_LEN = 512
+
+
+def engine_params():
+    """The engines that run here; ``sglang-wire`` is the SGLang engine before a server of our own (`sglang_wire_server`)."""
+    real = [pytest.param(name, marks=pytest.mark.slow) for name in ("vllm", "sglang") if find_spec(name)]
+    return ["torch", "sglang-wire", *real]
+
+
+@contextmanager
+def serving(name: str, path: str, *, max_lora_rank: int = 0):
+    """An engine of `engine_params`, started, and ``run`` of the loop that it lives on."""
+    with asyncio.Runner() as runner:
+        server, settings = None, {"max_model_len": MAX_MODEL_LEN}
+        if name == "sglang-wire":
+            server = WireServer(path, context_length=MAX_MODEL_LEN)
+            settings["url"] = runner.run(server.start())
+        if name == "torch":
+            engine = TorchEngine(path, **settings)
+        else:
+            kind = VLLMEngine if name == "vllm" else SGLangEngine
+            engine = kind(path, max_lora_rank=max_lora_rank, timeout_s=60 if name == "vllm" else 200, **settings)
+            runner.run(engine.start())
+        yield engine, runner.run
+        runner.run(engine.close())
+        if server is not None:
+            runner.run(server.stop())
 
 
 def tiny_model(seed: int = 0) -> Qwen3ForCausalLM:

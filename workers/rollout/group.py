@@ -1,9 +1,16 @@
-"""The driver's side of the rollout workers: one handle for all of them. What a worker does is in `workers.rollout.worker`."""
+"""The driver's side of the rollout workers: which prompts go to which. What a worker does is in `workers.rollout.worker`.
+
+All turns of an episode run where its prompt was sent. A prompt whose worker was lost is sent again, to another worker or to
+the same one once it is back; see `workers.rollout.supervision` for what lost means.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,86 +19,188 @@ import ray
 from rlframe.config import Config
 from rlframe.types import Batch, Prompt
 from workers.environments.base import FatalRewardError
+from workers.pools import Pool
 from workers.rollout.engine import Completion, SamplingParams
-from workers.rollout.worker import Collected, RolloutWorker
+from workers.rollout.supervision import Supervised, WorkerLost
+from workers.rollout.worker import COUNTERS, Collected, RolloutWorker
 
 COLLECT_TIMEOUT_S = 1.0
+MAX_LOSSES = 3
+"""Workers that a prompt may see lost while they have it; then it is taken for the cause, and dropped."""
 
 
 class RolloutGroup:
-    """All rollout workers; prompts go to the one with the fewest in flight."""
+    """All rollout workers; a prompt goes to the one with the fewest in flight.
 
-    def __init__(self, workers: list[Any]) -> None:
-        """``workers``: handles of `RolloutWorker` actors."""
-        self.workers = workers
-        self.in_flight: list[set[int]] = [set() for _ in workers]
+    Args:
+        config: the whole job.
+        spawn: makes the actor of a worker, given its number.
+    """
+
+    def __init__(self, config: Config, spawn: Callable[[int], Any]) -> None:
+        self.config = config
+        self.workers = [Supervised(i, spawn, config) for i in range(config.rollout.workers)]
+        self._queue: dict[int, Prompt] = {}
+        self._losses: Counter[int] = Counter()
+        self._terms: tuple[Any, ...] = ()
+        self._admission = asyncio.Event()
 
     @classmethod
-    def launch(cls, config: Config, model_path: str, log_dir: str | None) -> RolloutGroup:
-        """Create the actors; `start` starts their engines."""
-        rollout = config.rollout
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> RolloutGroup:
+        """Create the actors in ``pool``; `start` starts their engines."""
+        rollout, folder = config.rollout, os.getcwd()
         remote: Any = ray.remote(RolloutWorker)
-        workers = [
-            remote.options(
-                num_cpus=rollout.cpus, num_gpus=rollout.gpus, max_concurrency=rollout.max_concurrency, max_restarts=0
-            ).remote(config, model_path, i, log_dir and f"{log_dir}/rollout_{i}.log", os.getcwd())
-            for i in range(rollout.workers)
-        ]
-        return cls(workers)
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        return list(await asyncio.gather(*(getattr(worker, method).remote(*args) for worker in self.workers)))
+        def spawn(i: int) -> Any:
+            return remote.options(
+                num_cpus=rollout.cpus,
+                num_gpus=rollout.gpus,
+                max_concurrency=rollout.max_concurrency,
+                max_restarts=0,
+                **pool.options(i),
+            ).remote(config, model_path, i, log_dir and f"{log_dir}/rollout_{i}.log", folder)
+
+        return cls(config, spawn)
 
     async def start(self) -> None:
         """Start all engines."""
-        await self._all("start")
+        limit = self.config.cluster.startup_timeout_s
+        await asyncio.gather(*(worker.call("start", limit_s=limit) for worker in self.workers))
+
+    async def revive(self) -> None:
+        """Start lost workers again; for a group whose workers have nothing in flight that could be lost.
+
+        Raises:
+            WorkerLost: one did not start, or has used up ``rollout.max_restarts``.
+        """
+        for worker in self.workers:
+            if worker.loss is not None:
+                if not worker.restarts_left:
+                    raise worker.loss
+                await worker.restart()
+
+    def up(self) -> list[int]:
+        """Workers that serve the current weights and take prompts."""
+        return [worker.index for worker in self.workers if worker.admitted]
+
+    def state(self) -> str:
+        """What the workers have to do, as a clause: which are lost, how many prompts each has."""
+        parts = [
+            f"rollout worker {worker.index} " + (f"has {len(worker.in_flight)} prompts" if worker.admitted else "is not up")
+            for worker in self.workers
+        ]
+        return ", ".join(parts) + (f", {len(self._queue)} prompts wait for a worker" if self._queue else "")
 
     async def submit(self, prompts: list[Prompt], slots: list[int], rollouts: int, sampling: SamplingParams) -> None:
-        """Start ``rollouts`` episodes of every prompt; results come back under the slot's number through `collect`."""
-        shares: list[tuple[list[Prompt], list[int]]] = [([], []) for _ in self.workers]
-        for prompt, slot in zip(prompts, slots, strict=True):
-            i = min(range(len(self.workers)), key=lambda w: len(self.in_flight[w]))
-            self.in_flight[i].add(slot)
-            shares[i][0].append(prompt)
-            shares[i][1].append(slot)
-        calls = [
-            worker.submit.remote(share, numbers, rollouts, sampling)
-            for worker, (share, numbers) in zip(self.workers, shares, strict=True)
-            if share
-        ]
-        await asyncio.gather(*calls)
+        """Start ``rollouts`` episodes of every prompt; results come back under the slot's number through `collect`.
+
+        While no worker is up, prompts wait here until one is.
+        """
+        self._queue |= dict(zip(slots, prompts, strict=True))
+        self._terms = (rollouts, sampling)
+        await self._send()
+
+    async def _send(self) -> None:
+        up = [worker for worker in self.workers if worker.admitted]
+        if not up:
+            return
+        queue, self._queue = self._queue, {}
+        shares: dict[int, list[int]] = {}
+        for slot, prompt in queue.items():
+            worker = min(up, key=lambda w: len(w.in_flight))
+            worker.in_flight[slot] = prompt
+            shares.setdefault(worker.index, []).append(slot)
+        await asyncio.gather(*(self._submit(self.workers[i], slots) for i, slots in shares.items()))
+
+    async def _submit(self, worker: Supervised, slots: list[int]) -> None:
+        with contextlib.suppress(WorkerLost):  # `collect` sees the loss too
+            await worker.call("submit", [worker.in_flight[slot] for slot in slots], slots, *self._terms)
 
     async def collect(self, worker: int) -> Collected:
-        """What one worker has finished; waits a while if there is nothing."""
-        collected = await self.workers[worker].collect.remote(COLLECT_TIMEOUT_S)
-        self.in_flight[worker].difference_update(collected.slots, (slot for slot, _ in collected.failures))
+        """What one worker has finished; waits a while if there is nothing.
+
+        Raises:
+            WorkerLost: the worker is lost, and everything that it had finished before was collected.
+        """
+        place = self.workers[worker]
+        collected: Collected = await place.call(
+            "collect", COLLECT_TIMEOUT_S, limit_s=COLLECT_TIMEOUT_S + self.config.rollout.timeout_s
+        )
+        for slot in (*collected.slots, *(slot for slot, _ in collected.failures)):
+            del place.in_flight[slot]
+            self._losses.pop(slot, None)
+        if collected.engine_fault:
+            place.lose(collected.engine_fault)
         return collected
 
-    async def update_weights(self, update: Any) -> list[str]:
-        """Serve new weights everywhere; the checksums of what is now served."""
-        return await self._all("update_weights", update)
+    async def reissue(self, worker: int) -> tuple[int, list[int]]:
+        """Send what a lost worker had to the others, or keep it until one is back.
+
+        Returns:
+            How many prompts that are, and the slots of prompts that were given up, having seen `MAX_LOSSES` workers lost.
+        """
+        place = self.workers[worker]
+        orphans, place.in_flight = place.in_flight, {}
+        self._losses.update(orphans.keys())
+        given_up = [slot for slot in orphans if self._losses[slot] >= MAX_LOSSES]
+        for slot in given_up:
+            del orphans[slot], self._losses[slot]
+        self._queue = orphans | self._queue
+        await self._send()
+        return len(orphans), given_up
+
+    async def update_weights(self, update: Any, workers: Iterable[int]) -> dict[int, str]:
+        """Serve new weights on ``workers``; the checksums of what each of them now serves, without those that are lost."""
+        return await self._each("update_weights", update, workers=workers)
+
+    async def probe(self, tokens: np.ndarray, k: int, workers: Iterable[int]) -> dict[int, Completion]:
+        """The log-probabilities of a fixed prompt on each of ``workers``, without those that are lost."""
+        return await self._each("probe", tokens, k, workers=workers)
+
+    async def admit(self, workers: Iterable[int]) -> None:
+        """Let prompts go to ``workers``, which were found to serve the current weights."""
+        for i in workers:
+            self.workers[i].admitted = self.workers[i].loss is None
+        self._admission.set()
+        await self._send()
 
     async def evaluate(self, prompts: list[Prompt], sampling: SamplingParams) -> Batch:
-        """One episode of every prompt, spread over the workers.
+        """One episode of every prompt, spread over the workers; a share whose worker is lost goes to another one.
 
         Raises:
             FatalRewardError: the reward function failed.
         """
         shares = [prompts[i :: len(self.workers)] for i in range(len(self.workers))]
-        calls = [worker.evaluate.remote(share, sampling) for worker, share in zip(self.workers, shares, strict=True) if share]
         try:
-            return Batch.concat(await asyncio.gather(*calls))
+            return Batch.concat(await asyncio.gather(*(self._evaluate(i, s, sampling) for i, s in enumerate(shares) if s)))
         except FatalRewardError as error:
             raise getattr(error, "cause", error) from None  # Ray's copy of it has the worker's traceback in its message
 
-    async def probe(self, tokens: np.ndarray, k: int) -> list[Completion]:
-        """Every engine's log-probabilities of a fixed prompt."""
-        return await self._all("probe", tokens, k)
+    async def _evaluate(self, first: int, share: list[Prompt], sampling: SamplingParams) -> Batch:
+        rounds = 1 + len(share) // self.config.rollout.max_concurrency
+        while True:
+            while not (up := self.up()):
+                self._admission.clear()
+                await self._admission.wait()
+            worker = self.workers[first if first in up else up[first % len(up)]]
+            with contextlib.suppress(WorkerLost):
+                return await worker.call("evaluate", share, sampling, limit_s=(1 + rounds) * self.config.rollout.timeout_s)
 
     async def stats(self) -> list[dict[str, float]]:
-        """Counters of every worker: ``tokens`` generated, ``busy_s``, ``in_flight``."""
-        return await self._all("stats")
+        """Counters of every worker: ``tokens`` generated, ``busy_s``, ``in_flight``; zeros of those that are lost."""
+        stats = await self._each("stats", workers=self.up())
+        return [stats.get(worker.index, dict.fromkeys((*COUNTERS, "in_flight"), 0.0)) for worker in self.workers]
+
+    async def _each(self, method: str, *args: Any, workers: Iterable[int]) -> dict[int, Any]:
+        """The answers of those of ``workers`` that are not lost, before or by this call."""
+
+        async def ask(i: int) -> list[tuple[int, Any]]:
+            with contextlib.suppress(WorkerLost):
+                return [(i, await self.workers[i].call(method, *args))]
+            return []
+
+        return dict(pair for pairs in await asyncio.gather(*map(ask, workers)) for pair in pairs)
 
     async def close(self) -> None:
         """Shut the engines down."""
-        await self._all("close")
+        await asyncio.gather(*(worker.close() for worker in self.workers))

@@ -89,6 +89,8 @@ class VLLMEngine:
         if self._serves_adapters:
             slots = min(rank for rank in LORA_RANKS if rank >= max_lora_rank)
             self._args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
+        if tensor_parallel_size > 1:  # inside a placement group vLLM would ask Ray for GPUs beside those of its own bundle
+            self._args["distributed_executor_backend"] = "mp"
         self._args |= engine_args or {}
         self._request_numbers = itertools.count()
         self._in_flight = 0
@@ -131,7 +133,7 @@ class VLLMEngine:
             logprobs=k,
             seed=params.seed if self._seeds_allowed else None,
         )
-        stream = llm.generate(prompt, wanted, request_id, lora_request=self._lora_request)
+        stream = llm.generate(prompt, wanted, request_id, lora_request=self._lora())
         self._in_flight += 1
         try:
             (final,) = [output async for output in stream]
@@ -142,6 +144,10 @@ class VLLMEngine:
         finally:
             self._in_flight -= 1
         return completion_of(final.outputs[0], k)
+
+    def _lora(self) -> Any:
+        """The adapter of a request that starts now."""
+        return self._lora_request
 
     async def load_weights(self, update: WeightUpdate) -> str:
         """Serve ``update`` from now on; see `workers.rollout.engine.Engine.load_weights`."""

@@ -25,6 +25,8 @@ from workers.rollout.episode import derive_seed, run_episode
 
 PROBE_TOKENS = 8
 """Tokens sampled by `RolloutWorker.probe`."""
+HEALTH_S = 60.0
+"""Longest time that an engine may take to say that it lives, when an episode took too long."""
 COUNTERS = ("tokens", "busy_s", "failed", "timeouts")
 """What `RolloutWorker.stats` counts."""
 
@@ -45,6 +47,8 @@ class Collected:
     """Rollouts that failed, in both kinds of prompts."""
     fatal: str | None = None
     """Why the run shall end, if it shall; one sentence."""
+    engine_fault: str | None = None
+    """Why the engine can serve no more, if it cannot; prompts in flight then are in neither list, and never will be."""
 
     def by_slot(self) -> Iterator[tuple[int, Batch]]:
         """Each slot with its own trajectories."""
@@ -92,7 +96,25 @@ def make_engine(config: Config, model_path: str, index: int) -> Engine:
             timeout_s=rollout.timeout_s,
             engine_args=rollout.engine_args,
         )
-    raise ConfigError(f"rollout.engine={rollout.engine} is not an engine; use vllm or torch.")
+    if rollout.engine == "sglang":
+        from workers.rollout.sglang import SGLangEngine
+
+        return SGLangEngine(
+            model_path,
+            url=rollout.server_urls[index] if rollout.server_urls else None,
+            weights_dir=rollout.weights_dir,
+            max_model_len=rollout.max_model_len,
+            dtype=rollout.dtype,
+            seed=derive_seed(config.seed, index) % 2**31,
+            threads=threads,
+            max_num_seqs=rollout.max_concurrency,
+            max_lora_rank=config.actor.lora.rank if rollout.weight_sync == "adapter" else 0,
+            tensor_parallel_size=rollout.tensor_parallel_size,
+            trust_remote_code=config.model.trust_remote_code,
+            timeout_s=rollout.timeout_s,
+            engine_args=rollout.engine_args,
+        )
+    raise ConfigError(f"rollout.engine={rollout.engine} is not an engine; use vllm, sglang or torch.")
 
 
 class RolloutWorker:
@@ -128,6 +150,7 @@ class RolloutWorker:
         self._in_flight = 0
         self._busy_since = 0.0
         self._fatal: str | None = None
+        self._engine_fault: str | None = None
 
     async def start(self) -> None:
         """Start the engine."""
@@ -148,7 +171,7 @@ class RolloutWorker:
 
     async def collect(self, timeout_s: float = 1.0) -> Collected:
         """Wait for at least one prompt to finish, or for the time limit, and return all that have finished."""
-        if not self._finished:
+        if not self._finished and self._engine_fault is None:
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 # Not wait_for: in Python 3.11 it swallows a cancellation that arrives together with the event.
@@ -164,6 +187,7 @@ class RolloutWorker:
             failures=[(slot, reasons[0]) for slot, trajectories, reasons in finished if not trajectories],
             lost=sum(len(reasons) for _, _, reasons in finished),
             fatal=self._fatal,
+            engine_fault=self._engine_fault,
         )
 
     async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Batch:
@@ -171,11 +195,14 @@ class RolloutWorker:
 
         Raises:
             FatalRewardError: the environment ends the run.
+            EngineDeadError: the engine died.
             RuntimeError: an episode failed; an evaluation over fewer problems would be another number.
         """
         results = await asyncio.gather(*(self._episode(prompt, 0, sampling) for prompt in prompts))
         if self._fatal is not None:
             raise FatalRewardError(self._fatal)
+        if self._engine_fault is not None:
+            raise EngineDeadError(self._engine_fault)
         failed = [f"prompt {p.id!r}: {r}" for p, r in zip(prompts, results, strict=True) if isinstance(r, str)]
         if failed:
             raise RuntimeError(f"{len(failed)} of {len(prompts)} evaluation episodes failed, first {failed[0]}")
@@ -239,7 +266,8 @@ class RolloutWorker:
     async def _run_prompt(self, prompt: Prompt, slot: int, rollouts: int, sampling: SamplingParams) -> None:
         results = await asyncio.gather(*(self._episode(prompt, n, sampling) for n in range(rollouts)))
         trajectories = [r for r in results if not isinstance(r, str)]
-        self._finished.append((slot, trajectories, [r for r in results if isinstance(r, str)]))
+        if len(trajectories) == rollouts or self._engine_fault is None:
+            self._finished.append((slot, trajectories, [r for r in results if isinstance(r, str)]))
         self._news.set()
 
     async def _episode(self, prompt: Prompt, number: int, sampling: SamplingParams) -> Trajectory | str:
@@ -257,14 +285,27 @@ class RolloutWorker:
         except TimeoutError:
             self._counters["failed"] += 1
             self._counters["timeouts"] += 1
+            await self._check_engine()
             return f"timed out: the episode took longer than rollout.timeout_s={limit:g}"
         except Exception as error:
             self._counters["failed"] += 1
             if isinstance(error, FatalRewardError):
                 self._fatal = str(error)
+            if isinstance(error, EngineDeadError):
+                self._engine_fault = str(error)
             return f"{type(error).__name__}: {error}"
         finally:
             self._leave()
+
+    async def _check_engine(self) -> None:
+        """Tell an episode that is slow from an engine that hangs."""
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                await self.engine.health()
+        except TimeoutError:
+            self._engine_fault = f"The engine did not say within {HEALTH_S:g} s that it lives."
+        except EngineDeadError as error:
+            self._engine_fault = str(error)
 
     def _enter(self) -> None:
         if self._in_flight == 0:

@@ -1,0 +1,15 @@
+"""Why a run ends early. Settings that are refused are `rlframe.config.ConfigError`."""
+
+from __future__ import annotations
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message says why in one sentence."""
+
+
+class CheckpointError(RunFailed):
+    """A checkpoint cannot be written, or none can be used."""
+
+
+class WorkerDied(RunFailed):
+    """A process of the run is gone; another attempt from the last checkpoint may succeed."""

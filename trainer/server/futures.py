@@ -1,0 +1,97 @@
+"""Results that clients come back for. A request id is derived from what was asked, so that a repeated request has the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.server.errors import UserError, explain
+
+WAIT_S = 25.0
+"""How long a poll waits; the SDK gives up a poll after 45 s."""
+
+
+@dataclass
+class Future:
+    """One request whose result is fetched later."""
+
+    id: str
+    user: str
+    json: dict[str, Any] | None = None
+    """The result or the failure, as JSON."""
+    proto: bytes | None = None
+    """The result, as protobuf."""
+    finished: float | None = None
+    """When the result was there, monotonic seconds."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def succeed(self, result: dict[str, Any] | bytes) -> None:
+        """Set the result; the first one stays."""
+        if not self.done.is_set():
+            self.json, self.proto = (None, result) if isinstance(result, bytes) else (result, None)
+            self._finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Set a failure; the first answer stays."""
+        if not self.done.is_set():
+            self.json = explain(error, self.id)
+            self._finish()
+
+    def _finish(self) -> None:
+        self.finished = time.monotonic()
+        self.done.set()
+
+
+class Futures:
+    """All requests that have not been forgotten."""
+
+    def __init__(self, keep_s: float) -> None:
+        """``keep_s``: how long a result stays after it was there."""
+        self._keep_s = keep_s
+        self._all: dict[str, Future] = {}
+
+    def create(self, id: str, user: str) -> Future:
+        """A new future, or the one that a repeated request already has."""
+        return self._all.setdefault(id, Future(id, user))
+
+    def known(self, id: str) -> bool:
+        """Whether there is such a request, running or finished."""
+        return id in self._all
+
+    def drop(self, future: Future) -> None:
+        """Forget a request that was refused."""
+        self._all.pop(future.id, None)
+
+    def check(self, id: str, user: str) -> Future:
+        """The request of ``user``.
+
+        Raises:
+            UserError: (410) there is none, or no longer.
+        """
+        future = self._all.get(id)
+        if future is None or future.user != user:
+            raise UserError(f"There is no result of request {id}; it has expired or never was.", status=410)
+        return future
+
+    async def wait(self, id: str, user: str) -> Future | None:
+        """The finished future, or None if it is still running after a while.
+
+        Raises:
+            UserError: (410) there is none, or no longer.
+        """
+        future = self.check(id, user)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await future.done.wait()
+        except TimeoutError:
+            return None
+        return future
+
+    def sweep(self) -> None:
+        """Forget results that have had their time."""
+        now = time.monotonic()
+        expired = [id for id, future in self._all.items() if future.finished and now - future.finished > self._keep_s]
+        for id in expired:
+            del self._all[id]

@@ -1,0 +1,79 @@
+"""What every loop of the controller waits for, since when, and what happens when a step never ends.
+
+The watchdog knows loops by name and by what they say; it knows no rollouts and no learner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class Stuck(RuntimeError):
+    """A loop waited too long; the message is one sentence that says for what, and where the dump is."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Wait:
+    """One wait of one loop."""
+
+    what: str
+    since: float
+    because: Callable[[], str] | None
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    def __str__(self) -> str:
+        because = self.because() if self.because else ""
+        return f"{self.seconds:.0f} s for {self.what}{because and ': '}{because}"
+
+
+class Watchdog:
+    """Watches one loop, ``learn``, on which all others have to work; see `watch`.
+
+    Args:
+        limit_s: longest time that the loop may wait for one thing, seconds.
+        dump_file: where the dump goes.
+        say: takes a line for the console.
+    """
+
+    def __init__(self, limit_s: float, dump_file: Path, say: Callable[[str], None]) -> None:
+        self.limit_s, self.dump_file, self.say = limit_s, dump_file, say
+        self._waiting: dict[str, _Wait] = {}
+
+    def waits(self, loop: str, what: str, because: Callable[[], str] | None = None) -> None:
+        """``loop`` waits for ``what`` from now on; ``because`` says, when asked, what that depends on (a clause)."""
+        self._waiting[loop] = _Wait(what, time.monotonic(), because)
+
+    async def watch(self) -> None:
+        """Warn once when ``learn`` has waited for half the limit, and fail with a dump when it has for all of it.
+
+        Raises:
+            Stuck: the limit is reached.
+        """
+        warned: _Wait | None = None
+        while True:
+            await asyncio.sleep(min(1.0, self.limit_s / 10))
+            wait = self._waiting.get("learn")
+            if wait is None or wait.seconds <= self.limit_s / 2:
+                continue
+            if wait is not warned:
+                warned = wait
+                self.say(f"The learner has waited {wait}. The run ends at cluster.watchdog_s={self.limit_s:g}.")
+            if wait.seconds > self.limit_s:
+                self._write_dump()
+                raise Stuck(f"The learner has waited {wait}. What every loop and task waits for is in {self.dump_file}.")
+
+    def _write_dump(self) -> None:
+        """Every loop, and where every task of this process stands."""
+        text = io.StringIO()
+        text.writelines(f"{loop} has waited {wait}\n" for loop, wait in sorted(self._waiting.items()))
+        for task in sorted(asyncio.all_tasks(), key=lambda task: task.get_name()):
+            task.print_stack(file=text)
+        self.dump_file.write_text(text.getvalue())
