@@ -35,8 +35,6 @@ LIKELY, UNLIKELY, HELD_OUT_SHARE = 0.9, 0.1, 0.25
 STEPS, BATCH, POOL, HELD_OUT, EVERY = 480, 32, 384, 256, 20
 LR = 3e-3
 METRIC = "held_out/explained_variance"
-BAYES_ERROR = LIKELY * (1 - LIKELY)
-"""Least possible mean of (V - R)^2 once everything is shown, without knowing the draws by heart."""
 
 Combination = tuple[bool, int, int]
 """Whether the sign is +, X, Y."""
