@@ -9,6 +9,7 @@ imitation the model learns to write words and, now and then, to look at the mark
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 
 import torch
@@ -21,6 +22,9 @@ from workers.environments.wordle import Wordle, marked, marks
 
 EVAL_SIZE = 64
 """Problems that the runs hold out (``eval.size``); the model is warmed up on others."""
+
+
+marks = functools.cache(marks)
 
 
 def guess(rng: random.Random, secret: str, made: list[str], care: float) -> str:
@@ -38,13 +42,19 @@ def game(env: Wordle, problem, rng: random.Random, care: float) -> tuple[list[in
     labels = [IGNORE] * len(tokens)
     for _ in range(env.max_turns):
         made.append(guess(rng, secret, made, care))
-        turn = [*env.tokenizer(made[-1]).input_ids, env.stop_token_ids[0]]
-        reply = env.replies(marked(made[-1], secret), turn).tolist()
+        turn, reply = exchange(env, made[-1], secret)
         tokens += turn + reply
         labels += turn + [IGNORE] * len(reply)
         if made[-1] == secret:
             break
     return tokens, labels
+
+
+@functools.cache
+def exchange(env: Wordle, word: str, secret: str) -> tuple[list[int], list[int]]:
+    """Tokens of one guess and of the reply to it."""
+    turn = [*env.tokenizer(word).input_ids, env.stop_token_ids[0]]
+    return turn, env.replies(marked(word, secret), turn).tolist()
 
 
 def main() -> None:
