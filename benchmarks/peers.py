@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-SKIPPED = 3
+SKIPPED = 2
 """Steps before the steady state."""
 GROUP = 2
 LR = 1e-6
@@ -89,6 +89,7 @@ def trl_steps(path: str, options: argparse.Namespace) -> list[float]:
             now = time.perf_counter()
             seconds.append(now - self.begin)
             self.begin = now
+            print(f"TRL: step {len(seconds)} took {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", help="settings of our side")
     parser.add_argument("--model", default="tiny", choices=list(SIZES))
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter of an environment with TRL")
     parser.add_argument("--only", choices=["trl", "ours"], help="one side")
     parser.add_argument("--path", help=argparse.SUPPRESS)
