@@ -6,7 +6,7 @@
 Both train all weights of the same model by GRPO in groups of two on the same prompts, with the same number of samples a step
 and answers of the same length (nothing ends an answer early), without KL term or critic, in the same precision: bfloat16
 computation on float32 weights (TRL's default), or float32. TRL generates with transformers in its own process, as it does
-without further setup, and may use all cores; rlframe has its engine, learner and controller in processes of their own and trains
+without further setup, and may use all cores; rlframe has engine, learner and controller in processes of their own and trains
 on rollouts that are up to two versions old. Printed are the median step after the first ones, samples per second and the ratio.
 """
 
