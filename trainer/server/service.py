@@ -80,7 +80,8 @@ class Service:
             await asyncio.wait_for(self.samplers.health(), 30)
         except Exception as error:
             return f"a sampler does not answer: {type(error).__name__}"
-        return None
+        dead = await self.training.dead_ranks()
+        return f"rank {dead[0]} of the learner is gone" if dead else None
 
     def capabilities(self) -> dict[str, Any]:
         """``get_server_capabilities``"""
@@ -220,15 +221,17 @@ class Service:
             if not ephemeral:
                 return [{"type": "save_weights_for_sampler", "path": str(path)}]
             sampler = self._add_sampler(session, body.sampling_session_seq_id or 0, saved)
-            await self._prune(model, session)
+            await self._prune(model)
             return [{"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}]
 
         return self._numbered(model, "save_weights_for_sampler", body.seq_id, save)
 
-    async def _prune(self, model: Model, session: ClientSession) -> None:
-        live = [c for c in self.store.checkpoints(model.info) if paths.parse(c.path).name.startswith(EPHEMERAL)]
-        for checkpoint in live[:-EPHEMERAL_KEPT]:
+    async def _prune(self, model: Model) -> None:
+        for checkpoint in self._ephemeral(model.info)[:-EPHEMERAL_KEPT]:
             await self.delete(checkpoint)
+
+    def _ephemeral(self, run: ModelInfo) -> list[Checkpoint]:
+        return [c for c in self.store.checkpoints(run) if paths.parse(c.path).name.startswith(EPHEMERAL)]
 
     def load_weights(self, body: wire.LoadWeights, user: str) -> dict[str, Any]:
         """``load_weights``, into a model or as a new one."""
@@ -367,13 +370,17 @@ class Service:
     # Sessions and housekeeping
 
     async def finish(self, session_id: str, user: str) -> None:
-        """A client is done: its models leave memory (saved), samplers without a name go."""
+        """A client is done: what it has named stays, its models and what it did not name go."""
         session = self.clients.get(session_id, user, active=False)
         session.finished = True
         self.clients.save(session)
+        for run in self.store.runs(user):
+            if run.session == session_id:
+                for checkpoint in self._ephemeral(run):
+                    await self.delete(checkpoint)
         for model in self.training.models():
             if model.info.session == session_id:
-                self._sleep_soon(model)
+                self.unload(model.info.id, user)
 
     def describe_session(self, session_id: str, user: str) -> dict[str, Any]:
         """``sessions/<id>``"""
@@ -403,6 +410,10 @@ class Service:
 
     def _sleep_soon(self, model: Model) -> None:
         async def sleep(_: list[Any]) -> list[dict[str, Any]]:
+            for call in model.line.waiting.values():  # for a call that its client never sent
+                for future in call.futures:
+                    self.futures.drop(future)
+            model.line.waiting.clear()
             await self.training.sleep(model)
             return [{}]
 

@@ -43,6 +43,9 @@ class _Method:
 class LocalRank(SessionRank):
     """One rank without a process group, so that several servers can live in one process."""
 
+    def address(self):
+        return ""
+
     def join(self, address):
         self.mesh = None
 
