@@ -25,6 +25,11 @@ from trainer.server import paths
 from trainer.server.errors import UserError, not_found
 from trainer.server.paths import WeightsPath
 
+EPHEMERAL = "live-"
+"""How names of sampler weights begin that the client did not name."""
+EPHEMERAL_KEPT = 32
+"""Of these, how many of a model are kept; the SDK never says when it is done with one."""
+
 
 @dataclass
 class ModelInfo:
