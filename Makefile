@@ -1,7 +1,9 @@
 # make quickstart   install what training needs and train a tiny model on this machine's CPU
 # make test         install what tests need and run them
 # make check        lint, formatting, types, import contract and tests
-# make docs         write docs/settings.md and docs/presets.md from the schema and the presets
+# make docs         write docs/settings.md, docs/presets.md and docs/metrics.md from what they describe
+# make docs-site    build the documentation into build/site, in an environment of its own; broken links are errors
+# make test-sglang  install SGLang into .venv-sglang (3.1 GB) and hold the real one to the engines' tests, on this CPU
 # make smollm2      add SmolLM2-135M-Instruct (93 MB) for model=smollm2
 # make clean        remove the environment and caches, never runs/
 #
@@ -10,6 +12,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# What that environment holds.
+REQUIREMENTS ?= requirements/cpu.txt
 # Extra index for the CPU build of torch. If pip finds no torch with "+cpu" in its version, set this to the address of
 # PyTorch's CPU wheel index (pytorch.org, "Get started": pip, CPU, the address after --index-url).
 TORCH_INDEX ?=
@@ -25,6 +29,7 @@ CREATED := $(VENV)/.made-venv
 RUNTIME := $(VENV)/.made-runtime
 DEV := $(VENV)/.made-dev
 SMOLLM2 := $(VENV)/.made-smollm2
+DOCS := $(VENV)-docs/.made
 
 ifneq ($(wildcard $(INSTALLING)),)
 $(info an installation into $(VENV) did not finish: making it afresh)
@@ -34,7 +39,10 @@ endif
 # $(call install,ARGUMENTS OF PIP INSTALL)
 install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
 
-.PHONY: quickstart install install-dev test test-fast check lint format docs smollm2 clean
+# Engines pin packages against each other: SGLang gets an environment of its own.
+WITH_SGLANG := $(MAKE) VENV=.venv-sglang REQUIREMENTS=requirements/sglang-cpu.txt
+
+.PHONY: quickstart install install-dev install-sglang test test-fast test-sglang run-sglang-tests check lint format docs docs-site smollm2 clean
 
 quickstart: $(RUNTIME)
 	@if [ -e runs/quickstart ]; then \
@@ -51,6 +59,16 @@ test: $(DEV)
 test-fast: $(DEV)
 	$(BIN)/python -m pytest -m "not slow"
 
+install-sglang:
+	$(WITH_SGLANG) install
+
+test-sglang:
+	$(WITH_SGLANG) run-sglang-tests
+
+run-sglang-tests: $(RUNTIME)
+	$(BIN)/python -m pytest -k "sglang and not wire" tests/workers/test_engine_contract.py tests/workers/test_engine_adapter.py \
+	  tests/workers/test_sglang_process.py
+
 check: lint test
 
 lint: $(DEV)
@@ -66,11 +84,15 @@ format: $(DEV)
 docs: $(RUNTIME)
 	$(BIN)/rlframe settings --markdown > docs/settings.md
 	$(BIN)/rlframe presets --markdown > docs/presets.md
+	$(BIN)/rlframe metrics --markdown > docs/metrics.md
+
+docs-site: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 
 smollm2: $(SMOLLM2)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build
+	rm -rf $(VENV) $(VENV)-docs .venv-sglang .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build
 	find rlframe workers trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CREATED):
@@ -79,15 +101,21 @@ $(CREATED):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(RUNTIME): $(CREATED) requirements/cpu.txt pyproject.toml
-	@echo "installing into $(VENV) (2.7 GB, a few minutes)"
-	@$(call install,-r requirements/cpu.txt) || \
+$(RUNTIME): $(CREATED) $(REQUIREMENTS) pyproject.toml
+	@echo "installing into $(VENV) (3 GB, a few minutes)"
+	@$(call install,-r $(REQUIREMENTS)) || \
 	  { echo 'If torch "+cpu" was not found, set TORCH_INDEX: see the Makefile.'; exit 1; }
 	@$(call install,--no-build-isolation --editable .)
 	@touch $@
 
 $(DEV): $(RUNTIME) requirements/dev.txt
 	@$(call install,-r requirements/dev.txt)
+	@touch $@
+
+$(DOCS): requirements/docs.txt
+	rm -rf $(VENV)-docs
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/docs.txt
 	@touch $@
 
 $(SMOLLM2): $(RUNTIME)

@@ -10,29 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rlframe.config import AlgorithmConfig, Config, ConfigError, OptimConfig
+from rlframe.config import AlgorithmConfig, Config, ConfigError, OptimConfig, serves_other_weights
+from rlframe.engine_checks import check_engine
 
 POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
 ROLLOUT_IS = ("token", "sequence")
 ADVANTAGES = ("gae", "running_mean", "group", "none")
-ENGINES = ("vllm", "torch")
+ENGINES = ("vllm", "sglang", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_FILES = ("jsonl", "parquet")
-GENERATED_TASKS = ("arithmetic", "countdown")
-ENGINE_OWNED = {
-    "model": "model.path decides",
-    "dtype": "rollout.dtype decides",
-    "seed": "seed decides",
-    "max_model_len": "rollout.max_model_len decides",
-    "max_num_seqs": "rollout.max_concurrency decides",
-    "tensor_parallel_size": "rollout.tensor_parallel_size decides",
-    "trust_remote_code": "model.trust_remote_code decides",
-    "logprobs_mode": "the losses need (log-probabilities after temperature)",
-    "max_logprobs": "rollout.head_size needs",
-    "generation_config": "the losses need (no sampling defaults of the model's own)",
-    "worker_extension_cls": "weight sync needs",
-}
-"""Engine arguments that are not the user's: name -> the end of "would overrule what ..."."""
+GENERATED_TASKS = ("arithmetic", "countdown", "wordle", "reasoning_gym")
+QUANTIZED = ("int8", "int4", "int3", "fp8")
+"""Formats of ``rollout.quantize``."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
 """Names that architectures give to the output projection."""
 
@@ -54,6 +43,7 @@ def check(config: Config) -> None:
         _sessions,
         _optimisers,
         _devices,
+        check_engine,
     ):
         part(config)
 
@@ -73,9 +63,14 @@ def unused(config: Config) -> dict[str, str]:
         (a.rollout_is is None, "with algorithm.rollout_is=null", ("algorithm.rollout_is_threshold",)),
         (a.lambda_policy != "adaptive", "with a fixed algorithm.lambda_policy", ("algorithm.lambda_alpha",)),
         (
-            config.task.name in GENERATED_TASKS,
+            config.task.name in GENERATED_TASKS and config.task.name != "reasoning_gym",
             f"with task.name={config.task.name}, which rewards answers itself",
             [f"task.{key}" for key in ("reward_workers", "reward_timeout_s", "reward_memory_mb", "on_reward_failure")],
+        ),
+        (
+            config.rollout.engine != "sglang",
+            f"with rollout.engine={config.rollout.engine}",
+            ("rollout.server_urls", "rollout.weights_dir"),
         ),
         (config.actor.mode == "full", "with actor.mode=full", ("actor.lora",)),
         (config.critic.mode == "full", "with critic.mode=full", ("critic.lora",)),
@@ -114,6 +109,7 @@ def _names(config: Config) -> None:
     _one_of("algorithm.advantage", a.advantage, ADVANTAGES)
     _one_of("rollout.engine", config.rollout.engine, ENGINES)
     _one_of("rollout.weight_sync", config.rollout.weight_sync, ("auto", "merged", "adapter", "full"))
+    _one_of("rollout.quantize", config.rollout.quantize, QUANTIZED, optional=True)
     _one_of("actor.mode", config.actor.mode, ("lora", "full"))
     _one_of("critic.mode", config.critic.mode, ("lora", "full"))
     _one_of("cluster.device", config.cluster.device, ("auto", "cpu", "cuda"))
@@ -146,7 +142,8 @@ def _ranges(config: Config) -> None:
         "seed max_staleness reorder_window algorithm.clip_low algorithm.clip_high rollout.top_k rollout.head_size "
         "rollout.max_restarts rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus "
         "critic.warmup_steps critic.vf_coef eval.every eval.temperature checkpoint.every checkpoint.keep_every "
-        "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb",
+        "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb "
+        "rollout.weight_noise",
     )
     memory = config.task.reward_memory_mb
     _refuse(
@@ -202,9 +199,6 @@ def _sampling(config: Config) -> None:
         f"rollout.temperature={r.temperature} cannot be trained on, since the logits are divided by it; it must be above 0.",
     )
     _refuse(not 0 < r.top_p <= 1, f"rollout.top_p={r.top_p} is out of range; it must be above 0 and at most 1.")
-    for name in r.engine_args:
-        if name in ENGINE_OWNED:
-            raise ConfigError(f"rollout.engine_args.{name} would overrule what {ENGINE_OWNED[name]}; leave it out.")
     _refuse(
         r.max_new_tokens >= r.max_model_len,
         f"rollout.max_new_tokens={r.max_new_tokens} leaves no room for a prompt in rollout.max_model_len={r.max_model_len}; "
@@ -341,7 +335,12 @@ def _sessions(config: Config) -> None:
         f"rollout.weight_sync={sync} sends an adapter and actor.mode=full has none; set rollout.weight_sync=full or auto.",
     )
     _refuse(
-        mode == "lora" and sync == "full",
+        serves_other_weights(config.rollout) and sync in ("merged", "adapter"),
+        f"rollout.weight_sync={sync} does not send the weights that rollout.quantize and rollout.weight_noise change; "
+        "set rollout.weight_sync=auto.",
+    )
+    _refuse(
+        mode == "lora" and sync == "full" and not serves_other_weights(config.rollout),
         "rollout.weight_sync=full sends weights that actor.mode=lora leaves frozen; set rollout.weight_sync=merged or auto.",
     )
     critic = config.critic

@@ -39,13 +39,13 @@ class TaskConfig:
     """Where prompts come from and how answers are rewarded."""
 
     name: str = "arithmetic"
-    """Name of the environment: arithmetic, countdown, jsonl, parquet."""
+    """Name of the environment: arithmetic, countdown, wordle, reasoning_gym, jsonl, parquet; or ``module:factory``."""
     train: Optional[str] = None
     """File of training prompts (jsonl, parquet)."""
     eval: Optional[str] = None
     """File of held-out prompts; without one, ``eval.size`` problems are held out from ``train``."""
     reward: Optional[str] = None
-    """Reward function of a prompt file, as ``module:function``; the current directory is searched, too."""
+    """Reward function of a prompt file: ``module:function`` (the current directory is searched, too), or ``math``."""
     reward_workers: int = 2
     """Processes that run the reward function, for each rollout worker."""
     reward_timeout_s: float = 30.0
@@ -110,7 +110,7 @@ class RolloutConfig:
     """The samplers."""
 
     engine: str = "vllm"
-    """``vllm`` or ``torch``."""
+    """``vllm``, ``sglang`` or ``torch``."""
     workers: int = 1
     """Rollout workers, each one Ray actor that owns one engine."""
     temperature: float = 1.0
@@ -132,10 +132,16 @@ class RolloutConfig:
     ``abort`` (ended, and re-issued with what they had sampled)."""
     dtype: str = "float32"
     """Dtype of the engine's weights."""
+    quantize: Optional[str] = None
+    """Round what is served to ``int8``, ``int4``, ``int3`` or ``fp8`` per output channel: a stand-in for a low-precision
+    engine. Held-out problems are then answered by one more engine, under the actor's own weights."""
+    weight_noise: float = 0.0
+    """Noise on what is served, drawn anew at every sync, relative to the root mean square of an output channel."""
     max_concurrency: int = 256
     """Episodes that one worker runs at once."""
     probe_every: int = 10
-    """Every so many weight syncs the engine's log-probabilities of a fixed prompt are compared with the actor's; 0: never."""
+    """Every so many weight syncs the engine's log-probabilities of a fixed prompt are compared with the actor's; 0: never,
+    as with ``quantize`` or ``weight_noise``."""
     probe_tolerance: float = 1e-3
     """Largest difference accepted by that comparison, nats (raise it for bfloat16 engines)."""
     timeout_s: float = 600.0
@@ -151,6 +157,10 @@ class RolloutConfig:
     """GPUs that one engine spans."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """More arguments of the engine."""
+    server_urls: list[str] = field(default_factory=list)
+    """sglang: addresses of running servers, one for each worker; empty: every worker starts its own."""
+    weights_dir: Optional[str] = None
+    """sglang: folder that new weights pass through, seen by worker and server alike; null: memory of the worker's machine."""
 
 
 @dataclass
@@ -375,3 +385,8 @@ def critic_names(config: Config) -> tuple[str, ...]:
     if config.critic.per_env:
         return (config.task.name,)
     return tuple(f"critic_{i}" for i in range(config.critic.ensemble))
+
+
+def serves_other_weights(rollout: RolloutConfig) -> bool:
+    """Whether the engines are given weights that are not the actor's, on purpose."""
+    return rollout.quantize is not None or rollout.weight_noise > 0

@@ -15,9 +15,11 @@ from rlframe.config import Config, ConfigError
 from trainer import recovery
 from trainer.checkpoints import Checkpoints
 from trainer.failures import RunFailed, WorkerDied
+from workers.rollout.supervision import WorkerLost
 
 if TYPE_CHECKING:
     from trainer.controller import Controller
+    from trainer.tracking import Tracker
 
 
 def repeat(
@@ -62,23 +64,32 @@ async def explain(error: BaseException, controller: Controller | None) -> BaseEx
     dead = await controller.learner.dead() if controller else []
     if dead:
         return WorkerDied(f"Learner rank {dead[0]} died.")
-    return WorkerDied(f"A process of the run died: {str(error).splitlines()[0]}") if isinstance(error, RayActorError) else error
+    if isinstance(error, RayActorError | WorkerLost):
+        return WorkerDied(f"A process of the run died: {str(error).splitlines()[0]}")
+    return error
 
 
 async def close(controller: Controller) -> None:
     """End the workers in order, within a time limit; a checkpoint that is being written is finished first, if it can be."""
     with contextlib.suppress(Exception):
         await asyncio.wait_for(controller.checkpoints.settle(), 60)
+    groups: set[Any] = {controller.rollouts, controller.evaluators, controller.learner}
     with contextlib.suppress(Exception):
-        await asyncio.wait_for(asyncio.gather(controller.rollouts.close(), controller.learner.close()), 20)
+        await asyncio.wait_for(asyncio.gather(*(group.close() for group in groups)), 20)
 
 
-def on_signal(controller: Controller) -> None:
-    """SIGTERM and the first Ctrl-C: finish the step, save, leave."""
+def on_signal(tracker: Tracker, task: asyncio.Task[None], controller: Controller | None = None) -> None:
+    """SIGTERM and Ctrl-C: the first one finishes the step and saves, if there is a controller; any other ends ``task`` now."""
+    stopping = controller is None
 
     def stop() -> None:
+        nonlocal stopping
+        if stopping or controller is None:
+            task.cancel()
+            return
+        stopping = True
         controller.stop()
-        controller.tracker.say("stopping; a checkpoint is written")
+        tracker.say("stopping; a checkpoint is written (once more to leave without it)")
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

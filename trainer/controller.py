@@ -31,7 +31,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from rlframe.advantages import RunningMean, compute_advantages
-from rlframe.config import Config
+from rlframe.config import Config, serves_other_weights
 from rlframe.types import Batch, Prompt
 from trainer import recovery
 from trainer.buffer import Buffer, Slot, State
@@ -65,6 +65,7 @@ class Controller:
     head_size: int
     sync_mode: str
     rollouts: RolloutGroup
+    evaluators: RolloutGroup
     learner: LearnerGroup
     tracker: Tracker
     checkpoints: Checkpoints
@@ -262,24 +263,36 @@ class Controller:
         Workers that are lost on the way are left to `collect`.
         """
         rollout = self.config.rollout
-        update, expected = await self.learner.weight_update(self.version, self.sync_mode, rollout.dtype)
-        fault = checksum_fault(await self.rollouts.update_weights(update, workers), expected, self.version)
-        if not fault and rollout.probe_every and self.syncs % rollout.probe_every == 0:
+        probed = rollout.probe_every and self.syncs % rollout.probe_every == 0 and not serves_other_weights(rollout)
+        self.served = await self.push(self.rollouts, workers)
+        if probed:
             prompt = self.eval_prompts[0].tokens
             completions = await self.rollouts.probe(prompt, self.head_size, workers)
             fault = await probe_fault(completions, prompt, self.learner, rollout.temperature, rollout.probe_tolerance)
+            if fault:
+                raise RunFailed(fault)
+        await self.rollouts.admit(workers)
+        self.syncs += 1
+        self.tracker.note(f"version {self.version} is served with checksum {self.served}")
+
+    async def push(self, engines: RolloutGroup, workers: Collection[int], exact: bool = False) -> str:
+        """Have ``workers`` hold the actor's weights (``exact``: not rounded either) and compare; returns their checksum."""
+        update, expected = await self.learner.weight_update(self.version, self.sync_mode, self.config.rollout.dtype, exact)
+        fault = checksum_fault(await engines.update_weights(update, workers), expected, self.version)
         if fault:
             raise RunFailed(fault)
-        await self.rollouts.admit(workers)
-        self.syncs, self.served = self.syncs + 1, expected
-        self.tracker.note(f"version {self.version} is served with checksum {expected}")
+        return expected
 
     async def evaluate(self) -> dict[str, float]:
-        """Held-out reward under the weights now served."""
+        """Held-out reward of the policy."""
         self.waits("learn", "the evaluation")
+        if self.evaluators is not self.rollouts:
+            await self.evaluators.revive()
+            await self.push(self.evaluators, [0], exact=True)
+            await self.evaluators.admit([0])
         sampling = self.sampling(temperature=self.config.eval.temperature)
         try:
-            batch = await self.rollouts.evaluate(self.eval_prompts, sampling)
+            batch = await self.evaluators.evaluate(self.eval_prompts, sampling)
         except FatalRewardError as error:
             raise RunFailed(str(error)) from None
         return eval_metrics(batch, self.config.task.name)

@@ -93,6 +93,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "entropy of the policy over the vocabulary, nats, mean over action tokens",
             "Falls to 0 early: the policy stops exploring; lower `actor.optim.lr`, or raise `rollout.temperature`.",
         ),
+        Metric("actor/advantage_mean", "mean advantage over action tokens; near 0 under a good baseline"),
         Metric(
             "actor/clip_fraction",
             "fraction of action tokens whose ratio was clipped, truncated or out of band",
@@ -147,6 +148,12 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "rollout_corr/k3_kl",
             "the same divergence by an estimator that is never negative, E[r - 1 - log r]",
             "Grows: rollouts are too stale or the engine's precision too low; lower `max_staleness`, use a `_sc` preset.",
+        ),
+        Metric(
+            "rollout_corr/expected_score_l1",
+            "E[abs(1 - r)]: L1 norm, in logit space, of the score that the sampler expects; times `actor/advantage_mean` it is "
+            "the drift that score centering removes",
+            "Grows beside the advantage: the policy is pulled toward its sampler; use a `_sc` preset.",
         ),
         Metric("rollout_corr/chi2_token", "E[r^2] - 1 over tokens: the variance that ratios add"),
         Metric(

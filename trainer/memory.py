@@ -148,9 +148,11 @@ def _rollout(config: Config, shape: Shape) -> Iterator[tuple[str, float]]:
     tokens = rollout.max_concurrency * rollout.max_model_len
     wanted = shape.kv * width * tokens / rollout.tensor_parallel_size
     yield "weights", shape.parameters * width / rollout.tensor_parallel_size
-    if rollout.engine == "vllm" and rollout.gpus == 0:
-        reserved = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 1) * 2**30
-        yield f"KV cache that vLLM reserves ({_size(wanted)} hold {tokens:,} tokens)", reserved
+    engine = {"vllm": "vLLM", "sglang": "SGLang"}.get(rollout.engine)
+    if engine and rollout.gpus == 0:
+        space = os.environ.get("VLLM_CPU_KVCACHE_SPACE") if rollout.engine == "vllm" else None
+        reserved = float(space or 1) * 2**30
+        yield f"KV cache that {engine} reserves ({_size(wanted)} hold {tokens:,} tokens)", reserved
     else:
         yield f"KV cache of {tokens:,} tokens", wanted
     yield "the process itself", PROCESS_OVERHEAD["rollout"]

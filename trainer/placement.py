@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rlframe.config import Config, ConfigError, critic_names
+from rlframe.config import Config, ConfigError, critic_names, serves_other_weights
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class Group:
     strategy: str
     """``PACK``: on as few nodes as possible; ``SPREAD``: on as many as possible."""
 
+    @property
+    def section(self) -> str:
+        """The section of the configuration that says what each reserves."""
+        return {"learner": "actor"}.get(self.name, self.name)
+
     def room(self, resources: Mapping[str, float]) -> int:
         """How many of these actors a node with ``resources`` can hold, at most all of them."""
         kinds = (("CPU", self.cpus), ("GPU", self.gpus))
@@ -60,7 +65,7 @@ class Placement:
     """What a job asks of Ray."""
 
     groups: tuple[Group, Group]
-    """Learner, then rollout."""
+    """Learner, then rollout (the engine for evaluation last, if it is one of its own)."""
     backbones: tuple[Backbone, ...]
     """Copies of the base model in the learner; the actor's first."""
     address: str | None
@@ -107,9 +112,7 @@ class Placement:
             return
         field = f"{kind.lower()}s"
         parts = " and ".join(
-            f"{g.count_key}={g.count} x {g.count_key.split('.')[0]}.{field}={getattr(g, field):g}"
-            for g in self.groups
-            if getattr(g, field)
+            f"{g.count_key}={g.count} x {g.section}.{field}={getattr(g, field):g}" for g in self.groups if getattr(g, field)
         )
         raise ConfigError(
             f"The job asks for {asked:g} {kind}s ({parts}), but {where} has {there:g}; lower one of these settings."
@@ -166,10 +169,13 @@ def plan(config: Config) -> Placement:
         ConfigError: this machine has fewer GPUs than a local job asks for.
     """
     actor, rollout = config.actor, config.rollout
+    engines, engines_key = rollout.workers, "rollout.workers"
+    if serves_other_weights(rollout):
+        engines, engines_key = engines + 1, "one for evaluation + rollout.workers"
     placement = Placement(
         groups=(
             Group("learner", actor.ranks, actor.cpus, actor.gpus, "actor.ranks", "PACK"),
-            Group("rollout", rollout.workers, rollout.cpus, rollout.gpus, "rollout.workers", "SPREAD"),
+            Group("rollout", engines, rollout.cpus, rollout.gpus, engines_key, "SPREAD"),
         ),
         backbones=_backbones(config),
         address=cluster_address(config),

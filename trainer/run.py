@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import os
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ import ray
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
-from rlframe.config import Config, ConfigError
+from rlframe.config import Config, ConfigError, serves_other_weights
+from rlframe.engine_checks import check_installed
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
@@ -130,6 +132,8 @@ def occupied(run_dir: Path) -> Iterator[None]:
 
 def read_inputs(config: Config) -> Inputs:
     """Find the model, the tokenizer and the prompts, or raise ConfigError."""
+    if config.cluster.address is None and not config.rollout.server_urls:
+        check_installed(config.rollout.engine)
     model_path = resolve_model(config.model)
     trust = config.model.trust_remote_code
     find_modules_in(os.getcwd())
@@ -143,6 +147,12 @@ def read_inputs(config: Config) -> Inputs:
                 f"The prompt {problem.id} has {len(problem.tokens)} tokens, which leaves no room for an answer in "
                 f"rollout.max_model_len={config.rollout.max_model_len}; raise it or leave the prompt out."
             )
+    needed = getattr(environment, "answer_tokens", 1)
+    if config.rollout.max_new_tokens < needed:
+        raise ConfigError(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}, but an answer of task={config.task.name} takes up to "
+            f"{needed} tokens; raise it."
+        )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
     vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
     return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size)
@@ -166,6 +176,9 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
     start_ray(placement)
     tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
     controller: Controller | None = None
+    task = asyncio.current_task()
+    assert task is not None
+    attempts.on_signal(tracker, task)
     try:
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
@@ -176,8 +189,10 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
             recovery.restore(controller, checkpoint)
             tracker.say(f"resumed after step {controller.step} from {checkpoint}")
         controller.faults["learner_restarts"] = restarts
-        attempts.on_signal(controller)
+        attempts.on_signal(tracker, task, controller)
         await controller.run()
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     except Exception as error:
         raise await attempts.explain(error, controller) from None
     finally:
@@ -190,15 +205,32 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
 async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker, pools: dict[str, Pool]) -> Controller:
     """Start engines and learner ranks side by side, each in its pool, and hand them to a controller."""
     logs = str(run_dir / "logs")
-    rollouts = RolloutGroup.launch(config, inputs.model_path, logs, pools["rollout"])
+    rollouts = evaluators = RolloutGroup.launch(config, inputs.model_path, logs, pools["rollout"])
+    if serves_other_weights(config.rollout):
+        (run_dir / "logs" / "evaluation").mkdir(exist_ok=True)
+        evaluators = RolloutGroup.launch(
+            evaluator_config(config), inputs.model_path, f"{logs}/evaluation", pools["rollout"].behind(config.rollout.workers)
+        )
     learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"])
     limit = config.cluster.startup_timeout_s
-    await asyncio.wait_for(asyncio.gather(rollouts.start(), learner.start()), limit)
-    return make_controller(config, inputs, run_dir, rollouts, learner, tracker)
+    groups: set[Any] = {rollouts, evaluators, learner}
+    await asyncio.wait_for(asyncio.gather(*(group.start() for group in groups)), limit)
+    return make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
+
+
+def evaluator_config(config: Config) -> Config:
+    """The engine that answers held-out problems under the actor's own weights, where the rollout workers serve others."""
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, workers=1, quantize=None, weight_noise=0.0))
 
 
 def make_controller(
-    config: Config, inputs: Inputs, run_dir: Path, rollouts: RolloutGroup, learner: LearnerGroup, tracker: Tracker
+    config: Config,
+    inputs: Inputs,
+    run_dir: Path,
+    rollouts: RolloutGroup,
+    evaluators: RolloutGroup,
+    learner: LearnerGroup,
+    tracker: Tracker,
 ) -> Controller:
     """The controller of a job whose workers have started."""
     return Controller(
@@ -209,6 +241,7 @@ def make_controller(
         head_size=min(config.rollout.head_size, inputs.vocab_size) if config.algorithm.score_centering else 0,
         sync_mode=sync_mode(config),
         rollouts=rollouts,
+        evaluators=evaluators,
         learner=learner,
         tracker=tracker,
         checkpoints=Checkpoints(run_dir, config.checkpoint),
@@ -216,7 +249,7 @@ def make_controller(
 
 
 def sync_mode(config: Config) -> str:
-    """How weights travel: as configured, or by what the actor trains."""
+    """How weights travel: as configured, or by what the actor trains and the engines are to serve."""
     if config.rollout.weight_sync != "auto":
         return config.rollout.weight_sync
-    return "merged" if config.actor.mode == "lora" else "full"
+    return "full" if config.actor.mode == "full" or serves_other_weights(config.rollout) else "merged"

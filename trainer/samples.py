@@ -70,8 +70,8 @@ def as_rows(step: int, sample: Sample, tokenizer: Any, max_tokens: int) -> list[
                 "prompt_id": batch.prompt_ids[b],
                 "index": int(batch.indices[b]),
                 "env": batch.envs[b],
-                "prompt": tokenizer.decode(tokens[:first]),
-                "response": tokenizer.decode(tokens[first:]),
+                "prompt": _clipped(tokenizer.decode(tokens[:first]), max_tokens),
+                "response": _clipped(tokenizer.decode(tokens[first:]), max_tokens),
                 "reward": float(batch.rewards[span].sum()),
                 "finish": batch.finish[b],
                 "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,
@@ -81,6 +81,12 @@ def as_rows(step: int, sample: Sample, tokenizer: Any, max_tokens: int) -> list[
             }
         )
     return rows
+
+
+def _clipped(text: str, max_tokens: int) -> str:
+    """``text``, or its beginning and end when it is longer than so many tokens could reasonably spell."""
+    half = 4 * max_tokens
+    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
 
 
 def _columns(sample: Sample, span: slice, kept: np.ndarray, tokenizer: Any) -> dict[str, list[Any]]:

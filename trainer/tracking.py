@@ -8,20 +8,20 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import netrc
 import os
-import secrets
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import ray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rlframe.config import Config
 from trainer import samples
+from trainer.gauges import Gauges, endpoint
 from trainer.samples import Sample
+from trainer.wandb_log import WandbLog
 
 
 class Tracker:
@@ -31,7 +31,7 @@ class Tracker:
         """``step``: the last one that is done, -1 if none is; what an attempt that died wrote of later ones is dropped."""
         self.config, self.run_dir, self.tokenizer = config, run_dir, tokenizer
         self.path = run_dir / "metrics.jsonl"
-        _keep_until(self.path, step)
+        logged = _keep_until(self.path, step)
         samples.drop_after(run_dir / "rollouts", step)
         self.file = self.path.open("a")
         self.notes = (run_dir / "logs" / "controller.log").open("a")
@@ -47,8 +47,10 @@ class Tracker:
             disable=not self.console.is_terminal or not config.log.console,
         )
         self.bar = self.progress.add_task(config.name, total=config.steps, completed=max(step, 0))
-        self.wandb = _start_wandb(config, run_dir, wandb_id)
-        self.last_eval: dict[str, float] = {}
+        self.wandb = WandbLog(config, run_dir, wandb_id, logged) if config.log.wandb != "disabled" else None
+        self.gauges = Gauges(config.name) if ray.is_initialized() else None
+        if self.gauges:
+            self.note(f"gauges: {endpoint() or 'this node exports none'}")
         self.last_score: tuple[int, float] | None = None
         """A step after which the held-out reward was measured, and its mean over tasks."""
         self.note(f"an attempt begins after step {step}")
@@ -72,11 +74,11 @@ class Tracker:
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.file.write(json.dumps({"step": step, **row}) + "\n")
         self.file.flush()
+        rows = self._write_sample(step, sample) if sample is not None else []
         if self.wandb:
-            self.wandb.log(metrics, step=step)
-        self.last_eval |= {
-            name: value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")
-        }
+            self.wandb.log(step, metrics, rows)
+        if self.gauges:
+            self.gauges.set(step, metrics)
         rewards = [value for name, value in metrics.items() if name.startswith("eval/") and name.endswith("/reward")]
         if rewards:
             self.last_score = (step, sum(rewards) / len(rewards))
@@ -84,21 +86,19 @@ class Tracker:
         if not self.progress.live.is_started and step < self.config.steps:
             self.progress.start()
         self.progress.update(self.bar, completed=step)
-        if sample is not None:
-            self._write_sample(step, sample)
 
-    def _write_sample(self, step: int, sample: Sample) -> None:
+    def _write_sample(self, step: int, sample: Sample) -> list[dict[str, Any]]:
         log = self.config.log
         rows = samples.as_rows(step, sample, self.tokenizer, log.rollouts_tokens)
         samples.write(self.run_dir / "rollouts", step, rows, int(log.rollouts_mb * 2**20))
+        return rows
 
     def close(self) -> None:
-        """Flush everything; wandb gets the last evaluation as its summary."""
+        """Flush everything; wandb gets its summary."""
         with contextlib.suppress(Exception):
             self.progress.stop()
         if self.wandb:
-            self.wandb.summary.update(self.last_eval)
-            self.wandb.finish()
+            self.wandb.close()
         self.file.close()
         self.notes.close()
 
@@ -119,45 +119,17 @@ def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
     return "  ".join(parts)
 
 
-def _keep_until(path: Path, step: int) -> None:
+def _keep_until(path: Path, step: int) -> int:
+    """Drop the lines of steps after ``step``; returns the last step that the file had, -1 if none."""
     if not path.exists():
-        return
-    kept = []
+        return -1
+    kept, last = [], -1
     for line in path.read_text().splitlines():
         with contextlib.suppress(ValueError):
-            if json.loads(line)["step"] <= step:
+            last = json.loads(line)["step"]
+            if last <= step:
                 kept.append(line + "\n")
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))
     os.replace(temporary, path)
-
-
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].rstrip("/")
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def _start_wandb(config: Config, run_dir: Path, run_id: str | None) -> Any:
-    mode: Any = config.log.wandb
-    if mode == "disabled":
-        return None
-    import wandb
-
-    if mode == "auto":
-        mode = "online" if _has_wandb_key() else "offline"
-    return wandb.init(
-        project=config.log.project,
-        entity=config.log.entity,
-        name=config.name,
-        id=run_id or secrets.token_hex(4),
-        resume="allow",
-        mode=mode,
-        dir=str(run_dir),
-        config=asdict(config),
-        settings=wandb.Settings(silent=True, console="off"),
-    )
+    return last

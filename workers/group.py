@@ -70,9 +70,9 @@ class LearnerGroup:
         """One policy step."""
         return Metrics.merge(await self._all("update_actor", batch))
 
-    async def weight_update(self, version: int, mode: str, dtype: str) -> tuple[Any, str]:
+    async def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[Any, str]:
         """A reference to the weights (they go from rank 0 to the rollout workers, not through here) and their checksum."""
-        refs = [rank.weight_update.options(num_returns=2).remote(version, mode, dtype) for rank in self.ranks]
+        refs = [rank.weight_update.options(num_returns=2).remote(version, mode, dtype, exact) for rank in self.ranks]
         checksums = await asyncio.gather(*(checksum for _, checksum in refs))
         return refs[0][0], checksums[0]
 

@@ -115,9 +115,9 @@ class LearnerRank:
         """One policy step on ``batch`` (advantages set); the metrics of this rank's shard."""
         return self.actor.update(batch.shard(self.rank, self.ranks), batch.num_actions)
 
-    def weight_update(self, version: int, mode: str, dtype: str) -> tuple[WeightUpdate | None, str]:
+    def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[WeightUpdate | None, str]:
         """The weights to serve as ``version`` (rank 0) and their checksum; see `Actor.weight_update`."""
-        return self.actor.weight_update(version, mode, dtype)
+        return self.actor.weight_update(version, mode, dtype, exact)
 
     def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
         """The policy's own log-probabilities of this rank's shard, for the served-weights check."""

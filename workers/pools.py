@@ -52,6 +52,10 @@ class Pool:
     bundles: tuple[int, ...]
     """Bundle of each actor; actors that share a node have neighbouring numbers."""
 
+    def behind(self, start: int) -> Pool:
+        """The actors from ``start`` on, as a pool of their own."""
+        return Pool(self.group, self.bundles[start:])
+
     def options(self, index: int) -> dict[str, Any]:
         """Options of the Ray actor ``index``: where it runs."""
         if self.group is None:

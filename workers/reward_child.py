@@ -19,8 +19,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-GRACE_S = 10.0
-"""An orphan ends this long after the time limit of its last call, even if the call never returns."""
 VERL = "solution_str"
 """A function with a parameter of this name is called as verl calls ``compute_score``."""
 
@@ -146,8 +144,8 @@ class Caller:
         return self.runner.run(result())
 
 
-def serve(fd: int, reward: str, path: list[str], memory_mb: int | None, timeout_s: float) -> None:
-    """Answer calls until the parent closes the socket."""
+def serve(fd: int, reward: str, path: list[str], memory_mb: int | None, alarm_s: float) -> None:
+    """Answer calls until the parent closes the socket; a call that takes ``alarm_s`` ends the process, parent or no parent."""
     sys.path.extend(entry for entry in path if entry not in sys.path)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, whatever it is doing
     if memory_mb is not None:
@@ -166,7 +164,7 @@ def serve(fd: int, reward: str, path: list[str], memory_mb: int | None, timeout_
             return
         answer({"verl": caller.signature is not None})
         for line in stream:
-            signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
+            signal.setitimer(signal.ITIMER_REAL, alarm_s)
             request = json.loads(line)
             reply = caller(request["response"], request["row"])
             answer(reply)

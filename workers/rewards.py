@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -20,9 +21,15 @@ from typing import Any
 
 from rlframe.config import ConfigError, TaskConfig
 
+BUILT_IN = {"math": ("workers.math_reward:math_reward", "math-verify", "math")}
+"""Name of a reward of ours -> where it is, the package that it needs, the extra that installs it."""
+ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+"""Reward processes order sets and hash strings the same way in every process and run."""
 CHILD = Path(__file__).with_name("reward_child.py")
 STARTUP_S = 60.0
 """Longest time that importing the user's module may take."""
+GRACE_S = 10.0
+"""An orphan ends this long after the time limit of its last call, even if the call never returns."""
 MAX_REPLY = 2**20
 
 
@@ -45,8 +52,15 @@ def check_reward(task: TaskConfig) -> bool:
     Raises:
         ConfigError: it cannot be imported or called; one sentence that says what is missing.
     """
-    if ":" not in (task.reward or ""):
-        raise ConfigError(f"task.reward={task.reward} is not module:function, such as task.reward=my_module:reward_fn.")
+    if task.reward in BUILT_IN:
+        _, package, extra = BUILT_IN[task.reward]
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            raise ConfigError(f"task.reward={task.reward} needs the package {package}: pip install 'rlframe[{extra}]'.")
+    elif ":" not in (task.reward or ""):
+        raise ConfigError(
+            f"task.reward={task.reward} is not module:function, such as task.reward=my_module:reward_fn, "
+            f"nor a reward of ours ({', '.join(BUILT_IN)})."
+        )
     process, connection = _spawn(task, quiet=True)
     try:
         connection.settimeout(STARTUP_S)
@@ -163,16 +177,17 @@ def _spawn(task: TaskConfig, quiet: bool = False) -> tuple[subprocess.Popen[byte
     ours, theirs = socket.socketpair()
     arguments = {
         "fd": theirs.fileno(),
-        "reward": task.reward,
+        "reward": BUILT_IN[task.reward][0] if task.reward in BUILT_IN else task.reward,
         "path": [os.path.abspath(entry) for entry in sys.path],
         "memory_mb": task.reward_memory_mb,
-        "timeout_s": task.reward_timeout_s,
+        "alarm_s": task.reward_timeout_s + GRACE_S,
     }
     output = subprocess.DEVNULL if quiet else None
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", str(CHILD), json.dumps(arguments)],
             pass_fds=[theirs.fileno()],
+            env={**os.environ, **ENVIRONMENT},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -27,6 +27,7 @@ def policy_metrics(objective: PolicyObjective, out: FusedOutputs) -> Metrics:
     stats = dict(zip(objective.STATS, table[3:], strict=False))
     metrics.mean("actor/pg_loss", stats["loss"].sum(), count)
     metrics.mean("actor/entropy", entropy.sum(), count)
+    metrics.mean("actor/advantage_mean", objective.advantages.double().sum().item(), count)
     _mismatch(metrics, logprobs, sampler, objective.data.segments.cpu().numpy(), objective.data.count)
     _weights(metrics, objective, stats)
     if objective.kept is not None:
@@ -49,6 +50,8 @@ def _mismatch(metrics: Metrics, logprobs: np.ndarray, sampler: np.ndarray, segme
     bounded = log_ratio.clip(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     metrics.mean("rollout_corr/kl", -log_ratio.sum(), count)
     metrics.mean("rollout_corr/k3_kl", (np.expm1(bounded) - bounded).sum(), count)
+    # E_q |1 - p/q| = sum_v |q_v - p_v|: the L1 norm of the sampler's expected score E_q[d log p / d logits] = q - p.
+    metrics.mean("rollout_corr/expected_score_l1", np.abs(np.expm1(bounded)).sum(), count)
     metrics.mean("rollout_corr/chi2_token", np.expm1(2 * bounded).sum(), count)
     lengths = np.bincount(segments, minlength=trajectories)
     acting = lengths > 0

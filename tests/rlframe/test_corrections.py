@@ -150,6 +150,8 @@ def test_metrics_equal_their_definitions() -> None:
         "rollout_corr/rollout_is_min": weights.min(),
         "rollout_corr/rollout_is_eff_sample_size": weights.sum() ** 2 / (len(weights) * (weights**2).sum()),
         "rollout_corr/rollout_rs_masked_fraction": (~keep).mean(),
+        "rollout_corr/expected_score_l1": np.abs(1 - np.exp(log_r)).mean(),
+        "actor/advantage_mean": advantages.mean(),
         "actor/clip_fraction": (np.exp(log_r) > 1.5).mean(),
         "actor/pg_loss": -(keep * advantages * weights * log_p).mean(),
     }

@@ -8,10 +8,11 @@ import json
 from pathlib import Path
 
 from rlframe.checks import check
+from rlframe.config import serves_other_weights
 from trainer import recovery
 from trainer.checkpoints import Checkpoints
 from trainer.compose import compose
-from trainer.run import make_controller, read_inputs
+from trainer.run import evaluator_config, make_controller, read_inputs
 from trainer.tracking import Tracker
 from workers import learner as learner_module
 from workers.group import LearnerGroup
@@ -65,8 +66,8 @@ class Resolved:
 
 
 class LocalLearner(Resolved, LearnerGroup):
-    async def weight_update(self, version, mode, dtype):
-        update, checksum = await super().weight_update(version, mode, dtype)
+    async def weight_update(self, *args):
+        update, checksum = await super().weight_update(*args)
         return await update, checksum
 
 
@@ -86,22 +87,27 @@ def run(run_dir: Path, *overrides: str, resume: bool = False) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def rollout_group(config, inputs):
+    return RolloutGroup(config, lambda i: Handle(RolloutWorker(config, inputs.model_path, i)))
+
+
 async def _attempt(config, run_dir, resume):
     learner_module._node_ip = lambda: "127.0.0.1"
     inputs = read_inputs(config)
     checkpoint = Checkpoints(run_dir, config.checkpoint).newest()[0] if resume else None
     step = recovery.read_state(checkpoint)["step"] if checkpoint else -1
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
-    rollouts = RolloutGroup(config, lambda i: Handle(RolloutWorker(config, inputs.model_path, i)))
+    rollouts = rollout_group(config, inputs)
+    evaluators = rollout_group(evaluator_config(config), inputs) if serves_other_weights(config.rollout) else rollouts
     learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None))])
     try:
-        await asyncio.gather(rollouts.start(), learner.start())
-        controller = make_controller(config, inputs, run_dir, rollouts, learner, tracker)
+        await asyncio.gather(*(group.start() for group in {rollouts, evaluators, learner}))
+        controller = make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
         if checkpoint:
             await learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
         await controller.run()
     finally:
-        await rollouts.close()
-        await learner.close()
+        for group in {rollouts, evaluators, learner}:
+            await group.close()
         tracker.close()

@@ -5,6 +5,7 @@ import math
 import pytest
 from local import run
 
+from trainer import glossary
 from trainer.compose import configs_dir
 
 PRESETS = sorted(path.stem for path in (configs_dir() / "algorithm").glob("*.yaml"))
@@ -23,7 +24,9 @@ def test_every_preset_trains(tmp_path, preset):
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(math.isfinite(row["actor/pg_loss"]) and math.isfinite(row["actor/grad_norm"]) for row in rows[1:])
     assert "eval/arithmetic/reward" in rows[0] and "eval/arithmetic/reward" in rows[-1]
+    assert all(0 <= row[f"idle/{who}"] <= 1 for row in rows[1:] for who in ("trainer", "rollout"))
     assert max(row["off_policy/max"] for row in rows[1:]) <= 2
+    assert {name for row in rows for name in row if glossary.find(name) is None} == set(), "docs/metrics.md explains every name"
 
 
 @pytest.mark.slow
@@ -76,3 +79,17 @@ def test_asynchronous_resume_trains_every_prompt_once(tmp_path):
     rows = run(tmp_path, *options, "steps=4", resume=True)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["off_policy/in_flight"] <= 3 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("actor", ["lora", "full"])
+def test_a_rounded_sampler_is_off_policy_by_its_rounding(tmp_path, actor):
+    """The served checksum is compared at every sync, so these runs also show that what is served is what was rounded."""
+    options = ["max_staleness=0", f"actor={actor}", "steps=1"]
+    kl = {
+        form: run(tmp_path / form, *options, f"rollout.quantize={form}")[1]["rollout_corr/k3_kl"]
+        for form in ("null", "int8", "int3")
+    }
+    assert kl["null"] < 1e-9 < 10 * kl["int8"] < kl["int3"]
+    noisy = run(tmp_path / "noise", *options, "rollout.weight_noise=0.1")
+    assert noisy[1]["rollout_corr/k3_kl"] > 1e-6

@@ -19,6 +19,11 @@ def right(response, row):
     return float(response == row["answer"])
 def fails_in_training(response, row):
     return float("nan") if row["answer"] in open("trained.txt").read().split() else 0.0
+def hangs_or_crashes(response, row):
+    import os, time
+    if row["answer"] in open("trained.txt").read().split():
+        os._exit(1) if int(row["answer"]) % 4 else time.sleep(3600)
+    return 0.0
 """
 
 
@@ -58,6 +63,14 @@ def test_failing_rewards_are_dropped_or_zero_as_asked(user_folder):
     assert rows[-1]["fault/dropped"] > 0 and rows[-1]["step"] == 2
     rows = run(user_folder / "zero", *options, "task.on_reward_failure=zero")
     assert rows[-1]["fault/dropped"] == 0 and rows[-1]["step"] == 2
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_or_crashes_never_stops_the_run(user_folder):
+    (user_folder / "trained.txt").write_text("4 6 12 14")
+    options = [*task("hangs_or_crashes"), "steps=7", "batch_size=4", "task.reward_timeout_s=0.5", "rollout.max_new_tokens=1"]
+    rows = run(user_folder / "run", *options, "task.on_reward_failure=drop", "eval.size=2")
+    assert rows[-1]["step"] == 7 and rows[-1]["fault/dropped"] > 0
 
 
 @pytest.mark.slow

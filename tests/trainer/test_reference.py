@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlframe.config import Config, ConfigError
-from trainer import presets, reference
+from trainer import glossary, presets, reference
 from trainer.compose import _settings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -27,6 +27,9 @@ def test_one_section_is_shown_and_an_unknown_one_is_answered():
         reference.as_text("critc")
 
 
-@pytest.mark.parametrize(("page", "written"), [("settings.md", reference.as_markdown), ("presets.md", presets.as_markdown)])
+@pytest.mark.parametrize(
+    ("page", "written"),
+    [("settings.md", reference.as_markdown), ("presets.md", presets.as_markdown), ("metrics.md", glossary.as_markdown)],
+)
 def test_the_documentation_is_what_make_docs_writes(page, written):
     assert (DOCS / page).read_text() == written() + "\n", "run `make docs`"

@@ -23,11 +23,21 @@ from workers.rollout.torch_engine import TorchEngine
 
 
 class WireServer:
-    """``plain``: as SGLang's own launcher starts it, with end tokens of the model and checksums by SHA-256."""
+    """``own_checksums`` and ``own_ends``: as SGLang's own launcher starts it, with checksums by SHA-256 and the end tokens of
+    the model; ``silent``: paths that are never answered.
+    """
 
-    def __init__(self, path: str, *, context_length: int, plain: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        context_length: int,
+        own_checksums: bool = False,
+        own_ends: bool = False,
+        silent: tuple[str, ...] = (),
+    ) -> None:
         self.engine = TorchEngine(path, max_model_len=context_length)
-        self.context_length, self.plain = context_length, plain
+        self.context_length, self.own_checksums, self.own_ends, self.silent = context_length, own_checksums, own_ends, silent
         self.labels = {0: "default"}
         self.adapters: dict[str, dict] = {}
         self.running: dict[str, asyncio.Task] = {}
@@ -66,6 +76,8 @@ class WireServer:
         async def handle(request: web.Request) -> web.Response:
             body = await request.json()
             self.seen.append((request.path, body))
+            if request.path in self.silent:
+                await asyncio.Event().wait()
             try:
                 return await handler(body)
             except ValueError as error:
@@ -86,7 +98,7 @@ class WireServer:
         if adapter is not None and adapter not in self.adapters:
             raise ValueError(f"The following requested LoRA adapters are not loaded: {adapter}")
         stops = set() if wanted["ignore_eos"] else set(wanted["stop_token_ids"])
-        if self.plain and not wanted["ignore_eos"]:
+        if self.own_ends and not wanted["ignore_eos"]:
             stops.add(self.engine._model.config.eos_token_id)
         params = SamplingParams(
             max_new_tokens=min(wanted["max_new_tokens"], self.context_length - len(prompt)),
@@ -173,7 +185,7 @@ class WireServer:
         tensors = dict(self.engine._base)
         for name, factors in self.adapters.items():
             tensors |= {f"adapter.{name}.{key}": tensor for key, tensor in factors.items()}
-        sums = {n: "0123456789abcdef" if self.plain else f"bit-sum:{bit_sum(t):x}" for n, t in tensors.items()}
+        sums = {n: "0123456789abcdef" if self.own_checksums else f"bit-sum:{bit_sum(t):x}" for n, t in tensors.items()}
         rank = {"checksums": sums, "per_gpu_checksum": "", "parallelism_info": [{"role": "target", "tp_rank": 0, "tp_size": 1}]}
         return web.json_response({"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": ""})
 

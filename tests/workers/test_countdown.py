@@ -96,11 +96,29 @@ def test_an_episode_is_one_answer_that_the_policy_ended(finish, reward):
     assert (result.reward, result.done) == (reward, True)
 
 
+def test_several_attempts_are_told_what_is_wrong_until_one_is_right():
+    env = countdown(attempts=5)
+    episode = env.episode(Prompt("p", 0, np.array([1]), "countdown", {"numbers": [1, 2, 3], "target": 7}))
+
+    async def attempts(*answers):
+        turns = [np.array([*TOKENIZER(text).input_ids, TOKENIZER.eos_token_id], np.int32) for text in answers]
+        return [
+            await episode.step(turn, "length" if text == "1+1+1" else "stop") for turn, text in zip(turns, answers, strict=True)
+        ]
+
+    *wrong, right = asyncio.run(attempts("1+2+3", "7", "what", "1+1+1", "1+2*3"))
+    said = [TOKENIZER.decode(result.observation) for result in wrong]
+    assert said == ["\nthat is 6, not 7\n", "\nuse 1 2 3\n", "\nnot an expression\n", "\ntoo long\n"]
+    assert [r.reward for r in wrong] == [0] * 4 and not any(r.done for r in wrong)
+    assert (right.reward, right.done) == (1, True) and env.max_turns == 5
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         ({"number": 3}, "did you mean numbers"),
         ({"numbers": 9}, "needs 2 to 6 numbers"),
+        ({"attempts": 0}, "attempts=0"),
         ({"operators": "^"}, "knows the operators"),
         ({"low": 5, "high": 2}, "low <= high"),
         ({"low": 2, "high": 2, "numbers": 2}, "eval.size=8, .* number of problems is only 1;"),

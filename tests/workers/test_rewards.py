@@ -3,6 +3,9 @@
 import asyncio
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -25,12 +28,15 @@ def everything(solution_str, **kwargs): return float(set(kwargs) == {"data_sourc
 def rational(response, row): return Fraction(1, 4)
 def one_parameter(response): return 1.0
 def three(response, row, more): return 1.0
+def hashed(response, row): return hash("a word")
 def pid(response, row):
     print("a user prints")
     return os.getpid()
 def behave(response, row):
     if response == "hang":
         while True: pass
+    if response == "until":
+        while not os.path.exists(row["file"]): time.sleep(0.01)
     if response == "fork":
         import subprocess
         child = subprocess.Popen(["sleep", "600"])
@@ -174,6 +180,60 @@ def _runs(pid):
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_slow_call_occupies_one_process_and_the_others_go_on(task, tmp_path):
+    async def run():
+        pool = RewardPool(replace(task, reward="user_reward:behave", reward_workers=2, reward_timeout_s=250))
+        slow = asyncio.create_task(pool.score("until", {"file": str(tmp_path / "done")}))
+        fine = [(await pool.score("fine", {})).value for _ in range(20)]
+        assert not slow.done()
+        (tmp_path / "done").touch()
+        await slow
+        pool.close()
+        return fine
+
+    assert asyncio.run(run()) == [1] * 20
+
+
+def test_strings_hash_alike_in_every_process(task, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    first = values(task, "hashed", "")
+    monkeypatch.setenv("PYTHONHASHSEED", "8")
+    assert values(task, "hashed", "") == first
+
+
+ORPHANS = """
+import asyncio, os, signal, sys
+from workers import rewards
+from rlframe.config import TaskConfig
+rewards.GRACE_S = 0.5
+async def main():
+    hanging, idle = (rewards.RewardPool(TaskConfig(name="jsonl", reward="user_reward:behave")) for _ in range(2))
+    hanging.task.reward_timeout_s = 1.0
+    await hanging.score("fine", {})
+    print(hanging._idle[0].process.pid, flush=True)
+    call = asyncio.create_task(hanging.score("hang", {}))
+    await idle.score("fine", {})
+    print(idle._idle[0].process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+
+
+def test_processes_end_with_their_parent_also_one_in_a_call_that_never_returns(task):
+    parent = subprocess.run(
+        [sys.executable, "-c", ORPHANS], env=environment_of_user(), capture_output=True, text=True, check=False
+    )
+    assert parent.returncode == -signal.SIGKILL, parent.stderr
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and any(_runs(int(pid)) for pid in parent.stdout.split()):
+        time.sleep(0.05)
+    assert len(parent.stdout.split()) == 2 and not any(_runs(int(pid)) for pid in parent.stdout.split())
+
+
+def environment_of_user():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
 def test_a_cancelled_call_leaves_no_answer_for_the_next_one(task):

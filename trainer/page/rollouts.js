@@ -10,7 +10,7 @@ const NUMBERS = {
   version: { label: "policy version", kind: "range" },
   reward: { label: "reward", kind: "signed", centre: 0 },
 };
-const view = { run: 0, sample: 0, row: 0, by: "advantage" };
+const view = { run: 0, sample: Infinity, row: 0, by: "advantage" };  // Infinity: the newest
 
 function mark(piece) {
   // What would be invisible, or would move the text around, is shown by a sign.

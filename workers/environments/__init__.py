@@ -12,6 +12,8 @@ from workers.environments.base import Environment
 ENVIRONMENTS = {
     "arithmetic": "workers.environments.arithmetic:Arithmetic",
     "countdown": "workers.environments.countdown:Countdown",
+    "wordle": "workers.environments.wordle:Wordle",
+    "reasoning_gym": "workers.environments.reasoning_gym:ReasoningGym",
     "jsonl": "workers.environments.prompt_file:PromptFile",
     "parquet": "workers.environments.prompt_file:PromptFile",
 }

@@ -69,7 +69,11 @@ class Environment(Protocol):
     stop_token_ids: tuple[int, ...]
     """Sampling one of these ends a turn."""
     max_turns: int
-    """Most turns of one episode."""
+    """Most turns of one episode.
+
+    An environment may also have ``answer_tokens``, the fewest tokens of a turn that can hold any right answer; a run whose
+    ``rollout.max_new_tokens`` is smaller is refused.
+    """
 
     def train_prompts(self) -> Sequence[Problem]:
         """The training problems, in the order of the data set (the prompt stream shuffles); asked for by the driver only.

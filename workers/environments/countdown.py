@@ -1,4 +1,6 @@
-"""Countdown: reach a target from a few numbers, each used exactly once; one turn, the equation is checked without `eval`.
+"""Countdown: reach a target from a few numbers, each used exactly once; the equation is checked without `eval`.
+
+One turn, or several (``attempts``): after a wrong answer the environment says what is wrong with it.
 
 The set of problems is fixed by its options; every target can be reached, because it was made from its numbers.
 """
@@ -19,7 +21,7 @@ from rlframe.config import ConfigError, TaskConfig
 from rlframe.types import Prompt
 from workers.environments.base import Problem, StepResult
 from workers.environments.options import read_options
-from workers.environments.rendering import render, stop_token_ids
+from workers.environments.rendering import Replies, render, stop_token_ids
 
 SEED = 20260
 """Fixes the set of problems."""
@@ -51,7 +53,9 @@ class CountdownOptions:
     problems: int = 4000
     """Training problems."""
     format_reward: float = 0.0
-    """Reward of an expression that can be evaluated but is not the answer."""
+    """Reward of an expression that can be evaluated but is not the answer (of several attempts, the last one counts)."""
+    attempts: int = 1
+    """Turns; after a wrong answer the next one is a better informed attempt at the same problem."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.numbers <= 6:
@@ -62,6 +66,8 @@ class CountdownOptions:
             raise ConfigError(f"countdown knows the operators +-*/, but operators={self.operators!r}.")
         if self.problems < 1 or self.max_target < 1:
             raise ConfigError(f"countdown needs problems={self.problems} and max_target={self.max_target} to be at least 1.")
+        if self.attempts < 1:
+            raise ConfigError(f"task.options.attempts={self.attempts}, but countdown needs at least one.")
         if not 0 <= self.format_reward < 1:
             raise ConfigError(f"task.options.format_reward={self.format_reward} must be at least 0 and below 1.")
 
@@ -70,14 +76,14 @@ class Countdown:
     """Reward 1 for an expression with every number once that equals the target; see `CountdownOptions`."""
 
     name = "countdown"
-    max_turns = 1
 
     def __init__(self, task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int) -> None:
         """Raises ConfigError for an unknown option, or when there are too few problems."""
         del seed  # which problems there are, and which are held out, is fixed
         self.options = read_options(CountdownOptions, task.options, self.name)
         self.tokenizer, self.chat_template, self.eval_size = tokenizer, task.chat_template, eval_size
-        self.stop_token_ids = stop_token_ids(tokenizer)
+        self.stop_token_ids, self.max_turns = stop_token_ids(tokenizer), self.options.attempts
+        self.replies = Replies(tokenizer, bool(task.chat_template))
         self._split: tuple[list[Problem], list[Problem]] | None = None
 
     def train_prompts(self) -> Sequence[Problem]:
@@ -115,17 +121,21 @@ class Countdown:
         return self.Episode(self, prompt)
 
     class Episode:
-        """One answer."""
+        """One answer, or several attempts."""
 
         def __init__(self, environment: Countdown, prompt: Prompt) -> None:
-            self.environment, self.payload = environment, prompt.payload
+            self.environment, self.payload, self.attempts = environment, prompt.payload, 0
 
         async def step(self, action: np.ndarray, finish: str) -> StepResult:
+            options, numbers, target = self.environment.options, self.payload["numbers"], self.payload["target"]
             text = self.environment.tokenizer.decode(action, skip_special_tokens=True).strip()
-            reward = 0.0
-            if finish == "stop":
-                reward = verify(text, self.payload["numbers"], self.payload["target"], self.environment.options.format_reward)
-            return StepResult(reward=reward, done=True, metadata={"answer": text})
+            self.attempts += 1
+            reward = verify(text, numbers, target, options.format_reward) if finish == "stop" else 0.0
+            metadata = {"answer": text, "attempts": self.attempts}
+            if reward == 1.0 or self.attempts == options.attempts:
+                return StepResult(reward, True, metadata=metadata)
+            reply = fault(text, numbers, target) if finish == "stop" else "too long"
+            return StepResult(0.0, False, self.environment.replies(reply, action), metadata)
 
 
 def make_problems(options: CountdownOptions, count: int) -> list[tuple[list[int], int]]:
@@ -159,14 +169,31 @@ def verify(answer: str, numbers: Sequence[int], target: int, format_reward: floa
 
     The answer is the last ``<answer>...</answer>`` if there is one, else the whole text. It may end in ``= target``.
     """
-    marked = re.findall(r"<answer>(.*?)</answer>", answer, re.DOTALL)
-    expression, _, claimed = (marked[-1] if marked else answer).partition("=")
+    expression, claimed = _expression(answer)
     parsed = evaluate(expression)
     if parsed is None:
         return 0.0
     value, used = parsed
-    right = value == target and sorted(used) == sorted(numbers) and claimed.strip() in ("", str(target))
+    right = value == target and sorted(used) == sorted(numbers) and claimed in ("", str(target))
     return 1.0 if right else format_reward
+
+
+def fault(answer: str, numbers: Sequence[int], target: int) -> str:
+    """What is wrong with a wrong answer, in a few words."""
+    parsed = evaluate(_expression(answer)[0])
+    if parsed is None:
+        return "not an expression"
+    value, used = parsed
+    if sorted(used) != sorted(numbers):
+        return f"use {_listed(numbers)}"
+    return f"that is {value}, not {target}" if value != target else f"write = {target} or nothing behind it"
+
+
+def _expression(answer: str) -> tuple[str, str]:
+    """The expression in an answer, and what it is claimed to be."""
+    marked = re.findall(r"<answer>(.*?)</answer>", answer, re.DOTALL)
+    expression, _, claimed = (marked[-1] if marked else answer).partition("=")
+    return expression, claimed.strip()
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:

@@ -78,6 +78,12 @@ class PromptFile:
                 model = column(row, "reward_model", where, "task.reward takes ground_truth")
                 column(model if isinstance(model, dict) else {}, "ground_truth", f"reward_model in {where}", "task.reward")
         tokens = render(self.tokenizer, prompts, places, self.task.chat_template)
+        if self.task.reward == "math":
+            for (_, row), where in zip(rows, places, strict=True):
+                if "answer" not in row:
+                    model = row.get("reward_model")
+                    known, name_of = (model, "ground_truth") if isinstance(model, dict) else (row, "answer")
+                    column(known, name_of, where, "task.reward=math")
         return [
             Problem(f"{Path(name).name}:{number}", ids, {"row": row, "place": where})
             for (number, row), where, ids in zip(rows, places, tokens, strict=True)

@@ -1,4 +1,7 @@
-"""From a prompt (text or chat messages) to tokens, and which tokens end an answer; not where prompts come from."""
+"""From a prompt (text or chat messages) to tokens, what an environment says between turns, and which tokens end an answer.
+
+Where prompts come from is not here. What the policy sampled is never rendered: it stays the tokens that it is.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from rlframe.config import ConfigError
+
+_STAND_IN = "WHAT-THE-POLICY-SAID"
 
 
 def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
@@ -69,6 +74,37 @@ def render(tokenizer: Any, prompts: Sequence[Any], places: Sequence[str], chat_t
             raise ConfigError(f"{place}: the prompt has no tokens.")
         rendered.append(np.array(ids, dtype=np.int32))
     return rendered
+
+
+class Replies:
+    """What an environment says after a turn of the policy, as the tokens that come before the next turn.
+
+    In plain text the reply is a line of its own. In a chat it is a user's message: the chat template is rendered around a
+    stand-in for the turn, and what comes after the stand-in (the end of the policy's turn, the message, the header of the next
+    turn) is tokenised alone.
+    """
+
+    def __init__(self, tokenizer: Any, chat: bool) -> None:
+        """Raises ConfigError for a chat without a chat template, or with one that does not repeat what was said."""
+        self.tokenizer, self.chat = tokenizer, chat
+        if chat and _STAND_IN not in _chat(tokenizer, _exchange(""), "task.chat_template=true"):
+            raise ConfigError("task.chat_template=true: the tokenizer's chat template leaves out earlier turns.")
+
+    def __call__(self, text: str, action: np.ndarray) -> np.ndarray:
+        """int32[O], tokens that follow ``action`` (int32[A], the sampled turn) when the environment says ``text``."""
+        if not self.chat:
+            return self._tokens(f"\n{text}\n")
+        tokens = self._tokens(_chat(self.tokenizer, _exchange(text), "a reply").partition(_STAND_IN)[2])
+        ended = len(action) > 0 and len(tokens) > 0 and action[-1] == tokens[0]
+        return tokens[1:] if ended else tokens
+
+    def _tokens(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+
+def _exchange(text: str) -> list[dict[str, str]]:
+    said = [("user", "play"), ("assistant", _STAND_IN), ("user", text)]
+    return [{"role": role, "content": content} for role, content in said]
 
 
 def _begin(tokenizer: Any) -> list[int]:

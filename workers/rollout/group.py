@@ -67,6 +67,18 @@ class RolloutGroup:
         limit = self.config.cluster.startup_timeout_s
         await asyncio.gather(*(worker.call("start", limit_s=limit) for worker in self.workers))
 
+    async def revive(self) -> None:
+        """Start lost workers again; for a group whose workers have nothing in flight that could be lost.
+
+        Raises:
+            WorkerLost: one did not start, or has used up ``rollout.max_restarts``.
+        """
+        for worker in self.workers:
+            if worker.loss is not None:
+                if not worker.restarts_left:
+                    raise worker.loss
+                await worker.restart()
+
     def up(self) -> list[int]:
         """Workers that serve the current weights and take prompts."""
         return [worker.index for worker in self.workers if worker.admitted]

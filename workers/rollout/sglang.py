@@ -153,8 +153,8 @@ class SGLangEngine:
         check_request(len(tokens), params.max_new_tokens, self._max_model_len)
         if params.top_p < 1 or params.top_k > 0:
             raise ValueError(
-                f"SGLang reports log-probabilities from before top_p={params.top_p:g} and top_k={params.top_k}, so they are not "
-                "those of the distribution that was sampled from; set rollout.top_p=1 and rollout.top_k=0."
+                f"SGLang reports log-probabilities from before top_p={params.top_p:g} and top_k={params.top_k}, which are not "
+                "those of the sampled distribution; set rollout.top_p=1 and rollout.top_k=0."
             )
         k = min(params.logprobs, self._config.vocab_size)
         self._in_flight += 1
@@ -305,8 +305,8 @@ def _check_end(completion: Completion, params: SamplingParams) -> None:
     n = len(completion.ids)
     if completion.finish == "stop" and int(completion.ids[-1]) not in params.stop_token_ids:
         raise RuntimeError(
-            f"SGLang stopped at token {int(completion.ids[-1])}, which is not one of the request's stop tokens; start the server "
-            "with `python -m workers.rollout.sglang_server`."
+            f"SGLang stopped at token {int(completion.ids[-1])}, which is no stop token of the request; start the server with "
+            "`python -m workers.rollout.sglang_server`."
         )
     if completion.finish == "length" and n < params.max_new_tokens:
         raise RuntimeError(

@@ -2,7 +2,8 @@
 
 SGLang imports names from ``sgl_kernel`` in many modules and calls few of them on a CPU with plain attention and sampling; what
 it imports from torchvision serves models that see. Here stand packages of those names whose attributes raise when they are
-called. Nothing here runs beside a GPU.
+called. Its adapters want pinned memory, which torch refuses where there is nothing to copy to; here it is ordinary memory.
+Nothing here runs beside a GPU.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, MutableSequence, Sequence
+from functools import wraps
 from types import ModuleType
 from typing import Any
+
+import torch
 
 
 class _Missing:
@@ -31,7 +35,7 @@ class _Missing:
 class _StandIn(ModuleType):
     """A module that has every attribute."""
 
-    __path__: Sequence[str] = ()
+    __path__: MutableSequence[str] = []  # noqa: RUF012  # what makes it a package
 
     def __getattr__(self, name: str) -> Any:
         return _attribute(self.__name__, name)
@@ -61,8 +65,19 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing to run."""
 
 
+def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(function)
+    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return function(*args, **kwargs)
+
+    return make
+
+
 def install() -> None:
-    """Answer imports of the missing packages from now on."""
+    """Answer imports of the missing packages, and ask for no pinned memory, from now on in this process."""
+    for name in ("arange", "empty", "tensor", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign,assignment,return-value]
     # transformers looks once whether torchvision is there and remembers; it must not find the stand-in.
     from transformers.utils import is_torchvision_available
 

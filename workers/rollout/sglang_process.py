@@ -1,4 +1,7 @@
-"""The SGLang server that a rollout worker owns: started, watched and ended here. What it is asked lives in `workers.rollout.sglang`."""
+"""The SGLang server that a rollout worker owns: started, watched and ended here.
+
+What it is asked lives in `workers.rollout.sglang`, what runs in it in `workers.rollout.sglang_server`.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ CPU_ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
+    "lora_backend": "torch_native",
     "disable_overlap_schedule": True,
 }
 """What runs without SGLang's own CPU kernels."""

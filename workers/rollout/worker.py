@@ -96,7 +96,25 @@ def make_engine(config: Config, model_path: str, index: int) -> Engine:
             timeout_s=rollout.timeout_s,
             engine_args=rollout.engine_args,
         )
-    raise ConfigError(f"rollout.engine={rollout.engine} is not an engine; use vllm or torch.")
+    if rollout.engine == "sglang":
+        from workers.rollout.sglang import SGLangEngine
+
+        return SGLangEngine(
+            model_path,
+            url=rollout.server_urls[index] if rollout.server_urls else None,
+            weights_dir=rollout.weights_dir,
+            max_model_len=rollout.max_model_len,
+            dtype=rollout.dtype,
+            seed=derive_seed(config.seed, index) % 2**31,
+            threads=threads,
+            max_num_seqs=rollout.max_concurrency,
+            max_lora_rank=config.actor.lora.rank if rollout.weight_sync == "adapter" else 0,
+            tensor_parallel_size=rollout.tensor_parallel_size,
+            trust_remote_code=config.model.trust_remote_code,
+            timeout_s=rollout.timeout_s,
+            engine_args=rollout.engine_args,
+        )
+    raise ConfigError(f"rollout.engine={rollout.engine} is not an engine; use vllm, sglang or torch.")
 
 
 class RolloutWorker:

@@ -1,0 +1,137 @@
+"""Run a study: every arm with every seed through `rlframe train`, then a picture and a table of what came out.
+
+python examples/study.py examples/quantized_sampler [steps=50 ...] [--seeds 0 1] [--arms TIS]
+
+A study is a folder with a ``study.yaml``: ``common`` overrides, ``arms`` (name: overrides), ``seeds`` and the ``metrics`` to
+draw. Runs go to ``runs/<study>/``; one that is complete is not run again, one that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import matplotlib
+import yaml
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+QUIET = ["log.wandb=disabled", "log.console=false", "log.rollouts_every=0", "checkpoint.every=50", "checkpoint.keep_last=1"]
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+def rows_of(run: Path) -> list[dict]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def train(run: Path, overrides: list[str]) -> None:
+    """One run, unless it is complete."""
+    command = [str(Path(sys.executable).parent / "rlframe")]
+    if (run / "config.yaml").exists():
+        steps = yaml.safe_load((run / "config.yaml").read_text())["steps"]
+        rows = rows_of(run)
+        if rows and rows[-1]["step"] >= steps:
+            return
+        command += ["resume", str(run)]
+    else:
+        command += ["train", f"run_dir={run}", f"name={run.name}", *overrides]
+    print(" ".join(command), flush=True)
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
+
+
+def value(row: dict, metric: str) -> float | None:
+    """A number of one step; ``drift`` is the product that the paper names: E[A] times the size of E_q[score]."""
+    if metric == "drift":
+        parts = row.get("actor/advantage_mean"), row.get("rollout_corr/expected_score_l1")
+        return None if None in parts else abs(parts[0]) * parts[1]
+    return row.get(metric)
+
+
+def curve(run: Path, metric: str, window: int) -> dict[int, float]:
+    """step -> value, averaged over ``window`` steps where it is measured at every step."""
+    points = [(row["step"], value(row, metric)) for row in rows_of(run)]
+    points = [(step, v) for step, v in points if v is not None and v == v]
+    if metric.startswith("eval/"):
+        return dict(points)
+    chunks = [points[i : i + window] for i in range(0, len(points), window)]
+    return {chunk[-1][0]: mean(v for _, v in chunk) for chunk in chunks}
+
+
+def draw(study: dict, runs: dict[str, list[Path]], output: Path) -> None:
+    """Mean over seeds as a line, smallest to largest as a band."""
+    metrics = study["metrics"]
+    columns = min(len(metrics), 2)
+    figure, _ = plt.subplots(-(-len(metrics) // columns), columns, figsize=(5.4 * columns, 3.3 * -(-len(metrics) // columns)))
+    for axis, (metric, label) in zip(figure.axes, metrics.items(), strict=True):
+        for arm, paths in runs.items():
+            curves = [c for path in paths if (c := curve(path, metric, study.get("window", 10)))]
+            if not curves:
+                continue
+            steps = sorted(set.intersection(*(set(c) for c in curves)))
+            means = [mean(c[s] for c in curves) for s in steps]
+            (line,) = axis.plot(steps, means, label=arm)
+            axis.fill_between(
+                steps, [min(c[s] for c in curves) for s in steps], [max(c[s] for c in curves) for s in steps],
+                color=line.get_color(), alpha=0.15, linewidth=0,
+            )  # fmt: skip
+        if metric in study.get("log_scale", ()):
+            axis.set_yscale("log")
+        axis.set_xlabel("step")
+        axis.set_title(label, fontsize=9)
+        axis.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=7)
+    figure.suptitle(study["title"])
+    figure.tight_layout()
+    figure.savefig(output, dpi=100)
+
+
+def table(study: dict, runs: dict[str, list[Path]]) -> str:
+    """Markdown: for every arm the first, the best and the last held-out reward, mean and range over seeds."""
+    metric = next(name for name in study["metrics"] if name.startswith("eval/"))
+
+    def spread(values: list[float]) -> str:
+        return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+    lines = ["| arm | at first | best | at last |", "|---|---|---|---|"]
+    for arm, paths in runs.items():
+        curves = [list(c.values()) for path in paths if (c := curve(path, metric, 1))]
+        if curves:
+            cells = [spread([pick(c) for c in curves]) for pick in (lambda c: c[0], max, lambda c: c[-1])]
+            lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("--arms", nargs="+")
+    parser.add_argument("--draw", action="store_true", help="only draw what is there")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    study = yaml.safe_load((arguments.folder / "study.yaml").read_text())
+    arms = {name: study["arms"][name] for name in arguments.arms or study["arms"]}
+    seeds = arguments.seeds or study["seeds"]
+    root = Path("runs") / arguments.folder.name
+    runs = {arm: [root / f"{slug(arm)}_{seed}" for seed in seeds] for arm in arms}
+    for i, seed in enumerate(seeds):
+        for arm, overrides in arms.items():
+            if not arguments.draw:
+                train(runs[arm][i], [*QUIET, *study["common"], *overrides, f"seed={seed}", *arguments.overrides])
+    draw(study, runs, arguments.folder / "curves.png")
+    print(table(study, runs))
+
+
+if __name__ == "__main__":
+    main()

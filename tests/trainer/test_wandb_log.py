@@ -1,0 +1,143 @@
+"""wandb, for real and offline: what two attempts of one run leave for ``wandb sync``, read back from their files."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from wandb_file import wandb_files
+
+from rlframe.types import Batch, Trajectory
+from trainer.compose import compose
+from trainer.redact import redact_text, without_secrets
+from trainer.samples import Sample
+from trainer.tracking import Tracker
+
+SECRET = "hf_" + "a1B2" * 8
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    def decode(self, ids):
+        return "".join(chr(96 + int(i)) for i in ids)
+
+
+def sample() -> Sample:
+    trajectory = Trajectory(
+        tokens=[1, 2, 3, 4],
+        action_mask=[False, False, True, True],
+        logprobs=[0, 0, -1.0, -2.0],
+        head_ids=np.zeros((4, 0)),
+        head_logprobs=np.zeros((4, 0)),
+        versions=[-1, -1, 4, 5],
+        rewards=[0, 0, 0, 0.5],
+        finish="stop",
+        prompt_id="p7",
+    )
+    batch = Batch.from_trajectories([trajectory])
+    batch.advantages, batch.values = np.array([0, 0, 0.5, 0.25], np.float32), np.array([0, 0, 0.0, 0.5], np.float32)
+    return Sample(batch, logprobs=np.array([0, 0, -1.0, -2.0 + np.log(2)], np.float32), entropy=np.zeros(4, np.float32))
+
+
+def attempt(config, run_dir, resumed_from, steps, wandb_id=None, fails=False):
+    tracker = Tracker(config, run_dir, Letters(), resumed_from, wandb_id)
+    try:
+        for step in steps:
+            metrics = {"reward/mean": step / 10, "actor/grad_norm": float("nan") if step == 2 else 1.0}
+            if step % 2 == 0:
+                metrics["eval/arithmetic/reward"] = [0.1, 0, 0.9, 0, 0.4, 0, 0.6][step]
+            tracker.log(step, metrics, sample() if step == 3 else None)
+        if fails:
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    else:
+        tracker.close()
+        return tracker.wandb_id
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        tracker.close()
+    return tracker.wandb_id
+
+
+@pytest.fixture(scope="module")
+def attempts(tmp_path_factory):
+    """Steps 0 to 4 and a crash; then, from the checkpoint of step 2, steps 3 to 6."""
+    run_dir = tmp_path_factory.mktemp("wandb") / "run"
+    for folder in ("logs", "rollouts"):
+        (run_dir / folder).mkdir(parents=True)
+    config = compose(["log.wandb=offline", "log.console=false", "name=twice", f"run_dir={run_dir}", "steps=6"])
+    config.rollout.engine_args = {"hf_token": SECRET, "seed_of_kv": 3}
+    argv, sys.argv = sys.argv, ["rlframe", "train", f"rollout.engine_args.hf_token={SECRET}"]
+    try:
+        first = attempt(config, run_dir, 0, range(5), fails=True)
+        second = attempt(config, run_dir, 2, range(3, 7), first)
+    finally:
+        sys.argv = argv
+    assert first == second
+    return run_dir, first, wandb_files(run_dir)
+
+
+@pytest.mark.slow
+def test_both_attempts_are_one_run_and_its_steps_only_grow(attempts):
+    run_dir, run_id, files = attempts
+    assert [file.id for file in files] == [run_id, run_id]
+    assert [step for file in files for step in file.steps] == [0, 1, 2, 3, 4, 5, 6]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6], "the file has each step once, too"
+    sent = {row["_step"]: row for file in files for row in file.rows}
+    assert [sent[row["step"]]["reward/mean"] for row in rows] == [row["reward/mean"] for row in rows]
+
+
+@pytest.mark.slow
+def test_the_configuration_is_there_and_no_secret_is(attempts):
+    _, _, files = attempts
+    for file in files:
+        assert file.config["name"] == "twice" and file.config["actor"]["optim"]["betas"] == [0.9, 0.95]
+        assert file.config["rollout"]["engine_args"] == {"hf_token": "***", "seed_of_kv": 3}
+        assert SECRET.encode() not in file.text and not file.arguments
+
+
+@pytest.mark.slow
+def test_sampled_rollouts_are_a_table(attempts):
+    run_dir, _, (first, _) = attempts
+    entry = first.rows[3]["rollouts"]
+    assert entry["_type"] == "table-file" and (entry["nrows"], entry["ncols"]) == (1, 10)
+    (file,) = (run_dir / "wandb").glob(f"offline-run-*/files/{entry['path']}")
+    shown = json.loads(file.read_text())
+    row = dict(zip(shown["columns"], shown["data"][0], strict=True))
+    assert (row["step"], row["prompt id"], row["prompt"], row["response"]) == (3, "p7", "ab", "cd")
+    assert (row["reward"], row["oldest version"], row["advantage"], row["value"]) == (0.5, 4, 0.375, 0.25)
+    assert row["ratio"] == pytest.approx(1.5, rel=1e-5), "ratios 1 and 2"
+
+
+@pytest.mark.slow
+def test_the_summary_has_the_last_and_the_best_evaluation_of_all_attempts(attempts):
+    _, _, (first, second) = attempts
+    assert (first.exit_code, second.exit_code) == (1, 0)
+    assert second.summary["eval/arithmetic/reward"] == 0.6
+    assert second.summary["eval/arithmetic/reward/best"] == 0.9
+    assert second.summary["steps"] == 6
+
+
+def test_what_looks_like_a_secret_is_hidden_and_nothing_else():
+    tree = {
+        "api_key": "abc",
+        "options": {"judge-api-key": "x", "Authorization": "Bearer y", "password": None, "prompt_key": "question"},
+        "urls": ["https://me:pw@host/path", "https://host/path"],
+        "max_new_tokens": 64,
+        "eos_token": "</s>",
+        "tokenizer": "byte",
+        "note": f"uses {SECRET}",
+    }
+    hidden = without_secrets(tree)
+    assert hidden["api_key"] == hidden["options"]["judge-api-key"] == hidden["options"]["Authorization"] == "***"
+    assert hidden["urls"] == ["https://***@host/path", "https://host/path"]
+    assert hidden["note"] == "uses ***"
+    assert (hidden["max_new_tokens"], hidden["eos_token"], hidden["tokenizer"]) == (64, "</s>", "byte")
+    assert (hidden["options"]["password"], hidden["options"]["prompt_key"]) == (None, "question")
+    assert redact_text("task.options={api_key: abc, low: 1}") == "task.options={api_key: ***, low: 1}"
+    for plain in ("steps=20", "rollout.max_new_tokens=64", "task.reward=mod:fn", "rollout.temperature=0.5_5"):
+        assert redact_text(plain) == plain

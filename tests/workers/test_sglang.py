@@ -1,0 +1,203 @@
+"""The SGLang engine before a server that speaks the wire format: what it asks, what it refuses, and what ends with whom.
+
+What every engine owes is in `test_engine_contract.py`; the real server's processes are in `test_sglang_process.py`.
+"""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from engine_support import MAX_MODEL_LEN, alignment_error, apply, perturbed, prompt_of, save, tiny_model, update_of
+from rollout_support import config_of, model_folder, prompts_of
+from sglang_wire_server import WireServer
+from test_engine_adapter import RANK, adapted, adapter_update
+
+from rlframe.config import ConfigError
+from rlframe.types import Batch
+from workers.rollout.engine import EngineDeadError, SamplingParams
+from workers.rollout.sglang import SGLangEngine
+from workers.rollout.sglang_wire import completion_of, server_flags
+from workers.rollout.worker import RolloutWorker
+
+BASE = tiny_model()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save(BASE, tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def connected(path, *, max_lora_rank=0, context_length=MAX_MODEL_LEN, **server_settings):
+    server = WireServer(path, context_length=context_length, **server_settings)
+    engine = SGLangEngine(
+        path, url=await server.start(), max_model_len=MAX_MODEL_LEN, max_lora_rank=max_lora_rank, timeout_s=120
+    )
+    try:
+        await engine.start()
+        yield engine, server
+    finally:
+        await engine.close()
+        await server.stop()
+
+
+async def seen(server, path, count=1):
+    """Wait until the server has got ``count`` requests for ``path``; the bodies."""
+    while len(bodies := [body for where, body in server.seen if where == path]) < count:
+        await asyncio.sleep(0.01)
+    return bodies
+
+
+def test_a_request_asks_for_the_whole_distribution_and_for_nothing_of_the_model_s_own(path):
+    async def body_of(**params):
+        async with connected(path) as (engine, server):
+            await engine.generate(prompt_of(4), SamplingParams(max_new_tokens=2, **params))
+            return (await seen(server, "/generate"))[0]
+
+    body = asyncio.run(body_of(temperature=0.7, logprobs=3, stop_token_ids=(5, 9), seed=8))
+    sampling = body["sampling_params"]
+    assert body["input_ids"] == prompt_of(4).tolist() and "text" not in body
+    assert (body["return_logprob"], body["top_logprobs_num"], body["logprob_start_len"]) == (True, 3, -1)
+    assert (sampling["temperature"], sampling["max_new_tokens"], sampling["sampling_seed"]) == (0.7, 2, 8)
+    assert (sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (1.0, -1, 0.0)
+    assert (sampling["frequency_penalty"], sampling["presence_penalty"], sampling["repetition_penalty"]) == (0.0, 0.0, 1.0)
+    # SGLang passes over the request's stop tokens when it ignores those of the model.
+    assert (sampling["stop_token_ids"], sampling["ignore_eos"]) == ([5, 9], False)
+    assert asyncio.run(body_of())["sampling_params"]["ignore_eos"] is True
+
+
+def test_a_server_that_cannot_say_what_it_serves_is_refused(path):
+    async def start():
+        async with connected(path, own_checksums=True):
+            pass
+
+    with pytest.raises(ConfigError, match=r"python -m workers\.rollout\.sglang_server"):
+        asyncio.run(start())
+
+
+def test_an_end_that_nobody_asked_for_is_an_error(path):
+    async def sample(**settings):
+        async with connected(path, **settings) as (engine, _):
+            stop = SamplingParams(max_new_tokens=400, temperature=3.0, stop_token_ids=(0,))
+            for seed in range(20):
+                await engine.generate(prompt_of(8, seed=seed), stop)
+
+    with pytest.raises(RuntimeError, match="stopped at token 2"):
+        asyncio.run(sample(own_ends=True))
+    with pytest.raises(RuntimeError, match="context-length"):
+        asyncio.run(sample(context_length=12))
+
+
+def test_callers_of_a_server_that_dies_or_falls_silent_get_an_error(path):
+    async def die():
+        async with connected(path) as (engine, server):
+            running = asyncio.create_task(engine.generate(prompt_of(5), SamplingParams(max_new_tokens=400)))
+            await seen(server, "/generate")
+            await server.stop()
+            for call in (running, engine.health(), engine.pause()):
+                with pytest.raises(EngineDeadError, match="died"):
+                    await call
+
+    async def fall_silent():
+        async with connected(path, silent=("/pause_generation",)) as (engine, _):
+            engine._timeout_s = 0.2
+            with pytest.raises(EngineDeadError, match="did not answer /pause_generation"):
+                await engine.pause()
+
+    asyncio.run(die())
+    asyncio.run(fall_silent())
+
+
+def test_a_cancelled_request_is_aborted_on_the_server(path):
+    async def cancel():
+        async with connected(path) as (engine, server):
+            doomed = asyncio.create_task(engine.generate(prompt_of(5), SamplingParams(max_new_tokens=400)))
+            (generate,) = await seen(server, "/generate")
+            doomed.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await doomed
+            return generate, (await seen(server, "/abort_request"))[0]
+
+    generate, abort = asyncio.run(cancel())
+    assert abort == {"rid": generate["rid"]}
+
+
+def test_a_request_that_waits_while_its_adapter_is_replaced_runs_under_the_new_one(path):
+    old, new, prompt = adapted(1), adapted(2), prompt_of(9)
+
+    async def replace_adapter():
+        async with connected(path, max_lora_rank=RANK) as (engine, server):
+            await apply(engine, adapter_update(old, 1))
+            await engine.pause("abort")
+            waiting = asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=6, logprobs=4, seed=0)))
+            await seen(server, "/generate")
+            await engine.load_weights(adapter_update(new, 2))
+            await engine.resume()
+            return await waiting, list(server.adapters), (await seen(server, "/generate", 2))
+
+    completion, loaded, bodies = asyncio.run(replace_adapter())
+    assert alignment_error(new, prompt, completion, 1.0) < 1e-4
+    assert (completion.versions == 2).all()
+    assert loaded == [bodies[1]["lora_path"]] != [bodies[0]["lora_path"]]
+
+
+def test_a_worker_runs_its_episodes_on_a_server_through_an_update(tmp_path):
+    folder = model_folder(tmp_path)
+    new = perturbed(BASE, 1)
+
+    async def work():
+        server = WireServer(folder, context_length=MAX_MODEL_LEN)
+        worker = RolloutWorker(config_of((), engine="sglang", server_urls=[await server.start()], on_update="abort"), folder)
+        await worker.start()
+        await worker.submit(prompts_of(6, turns=3), range(6), 1, SamplingParams(max_new_tokens=40, logprobs=4))
+        while not any(request.ids for request in server.engine._in_flight.values()):
+            await asyncio.sleep(0)
+        await worker.update_weights(update_of(new, 1))
+        batches = []
+        while sum(map(len, batches)) < 6:
+            collected = await worker.collect(5.0)
+            assert not collected.failures
+            batches += [collected.batch] if collected.batch else []
+        await worker.close()
+        await server.stop()
+        return Batch.concat(batches)
+
+    batch = asyncio.run(work())
+    versions = batch.versions[batch.action_mask]
+    assert set(versions.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"output_ids": [5, 6, 7]}, "log-probabilities"),
+        ({"output_token_logprobs": None}, "log-probabilities"),
+        ({"output_top_logprobs_shape": [1, 2]}, "heads of shape"),
+    ],
+)
+def test_an_answer_whose_lists_do_not_fit_is_refused(change, message):
+    encoded = {"output_top_logprobs_idx_flat_b64": "", "output_top_logprobs_val_flat_b64": ""}
+    meta = {
+        "finish_reason": {"type": "length"},
+        "weight_version": "3",
+        "output_token_logprobs": [[-0.1, 5, None], [-0.2, 6, None]],
+        "output_top_logprobs_shape": [2, 2],
+        "output_top_logprobs_null_prefix": 0,
+        **encoded,
+    }
+    answer = {"output_ids": [5, 6], "meta_info": meta}
+    target = answer if "output_ids" in change else meta
+    target |= change
+    with pytest.raises(ValueError, match=message):
+        completion_of(answer, 2)
+
+
+def test_arguments_become_the_flags_of_the_server():
+    arguments = {
+        "model_path": "m",
+        "enable_lora": True,
+        "disable_radix_cache": False,
+        "lora_target_modules": ["a", "b"],
+        "x": None,
+    }
+    assert server_flags(arguments) == ["--model-path", "m", "--enable-lora", "--lora-target-modules", "a", "b"]
