@@ -209,6 +209,8 @@ class Training:
 
     def check_pass(self, request: PassRequest) -> PassRequest | Exception:
         """The request, or what is wrong with it: told to the client when its turn comes, so that the order holds."""
+        if request.fault is not None:
+            return request.fault
         try:
             data.check_data(request, data.check_request(request), self._limits)
         except UserError as error:

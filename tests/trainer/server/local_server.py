@@ -94,8 +94,7 @@ class LocalServer:
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self.service.start()
         http = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="warning", access_log=False, lifespan="off"))
-        http.install_signal_handlers = lambda: None
-        listening = asyncio.create_task(http._serve())
+        listening = asyncio.create_task(http.serve())  # uvicorn leaves signals alone outside of the main thread
         while not http.started:
             await asyncio.sleep(0.01)
         self.port = http.servers[0].sockets[0].getsockname()[1]
