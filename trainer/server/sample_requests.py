@@ -25,6 +25,8 @@ class SampleRequests:
         self._server = server
         self.tasks: dict[str, asyncio.Task[None]] = {}
         """Samples that are being made, by request id."""
+        self._under: dict[str, set[asyncio.Task[None]]] = {}
+        """The same by the key of their adapter."""
 
     def create_sampling_session(self, body: wire.CreateSamplingSession, user: str) -> dict[str, Any]:
         """``create_sampling_session``"""
@@ -71,6 +73,10 @@ class SampleRequests:
             task = asyncio.create_task(self._sample(future, sampler, body))
             self.tasks[request_id] = task
             task.add_done_callback(lambda _: self.tasks.pop(request_id, None))
+            if sampler.adapter is not None:
+                under = self._under.setdefault(sampler.adapter.key, set())
+                under.add(task)
+                task.add_done_callback(under.discard)
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
     def _sampler_of(self, body: wire.Sample, user: str) -> Sampler:
@@ -93,6 +99,10 @@ class SampleRequests:
             future.fail(UserError("The request was cancelled."))
         except Exception as error:
             future.fail(error)
+
+    async def finished(self, key: str) -> None:
+        """Return when no sample runs under the adapter ``key``."""
+        await asyncio.gather(*self._under.pop(key, ()), return_exceptions=True)
 
     def cancel(self, request_id: str, user: str) -> None:
         """``cancel_future``: stop sampling for a request that its client gave up; others cannot be stopped."""

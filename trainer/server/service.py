@@ -113,13 +113,15 @@ class Service:
         return self.training.last_used(run.id) or self.store.written(run)
 
     async def delete(self, checkpoint: Checkpoint) -> None:
-        """Remove saved weights, from samplers' memory too; sampling sessions on them end."""
+        """Remove saved weights, from samplers' memory too; sampling sessions on them end, samples on their way finish first."""
+        self.store.hide(checkpoint)
         for session in self.clients.of(checkpoint.model.user):
             gone = [id for id, s in session.samplers.items() if s.adapter and s.adapter.key == checkpoint.key]
             for id in gone:
                 del session.samplers[id]
             if gone:
                 self.clients.save(session)
+        await self.samples.finished(checkpoint.key)
         await self.samplers.forget(ServedAdapter(checkpoint.key, ""))
         self.store.delete(checkpoint)
 

@@ -160,6 +160,10 @@ class Store:
         found = [checkpoint for folder in folders if (checkpoint := self._read(folder)) and not checkpoint.expired]
         return sorted(found, key=lambda checkpoint: checkpoint.created)
 
+    def hide(self, checkpoint: Checkpoint) -> None:
+        """Let nobody find saved weights any more; what has found them can still read them."""
+        (self.folder(paths.parse(checkpoint.path)) / "checkpoint.json").unlink(missing_ok=True)
+
     def delete(self, checkpoint: Checkpoint) -> None:
         """Remove saved weights."""
         folder = self.folder(paths.parse(checkpoint.path))
