@@ -31,6 +31,8 @@ from trainer.server.training import Training
 from workers.rollout.sampler import SamplerGroup
 from workers.session_rank import SessionGroup
 
+GRACE_S = 5
+"""How long clients that wait for an answer may hold up the end."""
 ENGINES = ("vllm", "torch")
 """Engines that serve adapters at run time."""
 
@@ -149,7 +151,9 @@ async def _answer(config: Config, service: Service, listener: socket.socket) -> 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     app = make_app(service, config.server.max_request_mb * 2**20)
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+    server = _Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S)
+    )
     service.start()
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     await stop.wait()
