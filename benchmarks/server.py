@@ -25,9 +25,11 @@ import httpx
 import numpy as np
 import tinker
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
+from torch.distributed.device_mesh import init_device_mesh
 
 from rlframe.backbone import Backbone
 from rlframe.config import LoraConfig, OptimConfig
@@ -61,9 +63,8 @@ def message(model_id: str, seq: int, data: list[types.Datum]) -> bytes:
 
 
 def in_process(base: Base, clients: int, steps: int) -> tuple[list[Session], float]:
-    """The sessions after their steps, and the seconds that the steps took."""
-    torch.set_num_threads(1)
-    backbone = Backbone.load(base.path, mesh=None, device=torch.device("cpu"))
+    """The sessions after their steps, and the seconds that the steps took; sharded over one rank, as the server's are."""
+    backbone = Backbone.load(base.path, mesh=init_device_mesh("cpu", (1,)), device=torch.device("cpu"))
     targets = sorted({n.rpartition(".")[2] for part in ("attn", "mlp") for n in backbone.adapters.linear_modules()[part]})
     optim = OptimConfig(lr=ADAM.learning_rate, betas=[ADAM.beta1, ADAM.beta2], eps=ADAM.eps, max_grad_norm=None)
     sessions = [
@@ -183,7 +184,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help=f"fail below {BAR} of the throughput in process")
     parser.add_argument("overrides", nargs="*", help="settings of the server")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         ratio = measure(arguments, Path(folder))
     if arguments.check and ratio < BAR:
         raise SystemExit(f"{ratio:.2f} is below {BAR}")
