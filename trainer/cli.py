@@ -7,7 +7,21 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.commands import Command, export, job, metrics, presets, report, resume, rollouts, serve, settings, submit, train
+from trainer.commands import (
+    Command,
+    doctor,
+    export,
+    job,
+    metrics,
+    presets,
+    report,
+    resume,
+    rollouts,
+    serve,
+    settings,
+    submit,
+    train,
+)
 
 COMMANDS: dict[str, Command] = {
     "train": train,
@@ -15,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "export": export,
     "submit": submit,
     "job": job,
+    "doctor": doctor,
     "presets": presets,
     "settings": settings,
     "metrics": metrics,

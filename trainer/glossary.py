@@ -84,11 +84,6 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("actor/lr", "learning rate of the policy"),
         Metric(
-            "actor/advantage_mean",
-            "mean advantage over action tokens",
-            "Away from 0 for long: values are biased, and without score centering the policy drifts toward its own sampler.",
-        ),
-        Metric(
             "actor/skipped",
             "1 in a step whose gradient was not finite and moved nothing",
             "More than now and then: lower `actor.optim.lr`, or use float32.",
@@ -97,6 +92,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "actor/entropy",
             "entropy of the policy over the vocabulary, nats, mean over action tokens",
             "Falls to 0 early: the policy stops exploring; lower `actor.optim.lr`, or raise `rollout.temperature`.",
+        ),
+        Metric(
+            "actor/advantage_mean",
+            "mean advantage over action tokens",
+            "Away from 0 for long: values are biased, and without score centering the policy drifts toward its own sampler.",
         ),
         Metric(
             "actor/clip_fraction",
@@ -155,8 +155,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "rollout_corr/expected_score_l1",
-            "E[abs(1 - r)], the L1 distance of sampler and policy: how large a drift a mean advantage can cause",
-            "Large beside a mean advantage away from 0: use a preset with score centering.",
+            "E[abs(1 - r)]: L1 norm, in logit space, of the score that the sampler expects; times `actor/advantage_mean` it is "
+            "the drift that score centering removes",
+            "Grows beside the advantage: the policy is pulled toward its sampler; use a `_sc` preset.",
         ),
         Metric("rollout_corr/chi2_token", "E[r^2] - 1 over tokens: the variance that ratios add"),
         Metric(
@@ -239,11 +240,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "fault/worker_restarts",
-            "rollout workers that died and were started again",
-            "Grows: see the end of `logs/rollout_*.log`; often memory.",
+            "times that a rollout worker was lost and started again, since the run began",
+            "Grows: the console and `logs/rollout_*.log` say why; see `rollout.max_restarts`.",
         ),
         Metric("fault/reissued", "prompts that were sent again because their rollout worker was lost"),
-        Metric("fault/learner_restarts", "attempts of this run that died and were started again from a checkpoint"),
+        Metric("fault/learner_restarts", "attempts that ended with a learner rank, after which the run started again"),
         Metric(
             "data/epoch",
             "passes over the training prompts so far",

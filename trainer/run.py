@@ -39,6 +39,7 @@ from workers.group import LearnerGroup
 from workers.pools import Pool
 from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
+from workers.session_specs import check_sessions
 
 
 @dataclass
@@ -135,6 +136,7 @@ def read_inputs(config: Config) -> Inputs:
     if config.cluster.address is None and not config.rollout.server_urls:
         check_installed(config.rollout.engine)
     model_path = resolve_model(config.model)
+    check_sessions(config, model_path)
     trust = config.model.trust_remote_code
     find_modules_in(os.getcwd())
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)

@@ -15,7 +15,7 @@ from wandb_file import wandb_files
 
 from trainer import cli, glossary, samples
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # also of a machine that does much else
 SAMPLED = ["log.rollouts_every=2", "log.rollouts_count=4"]
 COMMON = ["batch_size=16", "eval.size=16", "eval.every=2", "checkpoint.every=2"]
 
