@@ -38,7 +38,7 @@ COUNTED = "fault/learner_restarts"
 
 def die_at_a_point(run_dir: Path, options: list[str], rng: random.Random) -> str:
     """One attempt that dies by itself; what it died in."""
-    point = Point(*rng.choice(IN_A_STEP + IN_A_CHECKPOINT), nth=rng.randint(1, 12), after=rng.random() < 0.5)
+    point = Point(*rng.choice(IN_A_STEP + IN_A_CHECKPOINT), nth=rng.randint(1, 5), after=rng.random() < 0.5)
     code = train(run_dir, options, point)
     return f"{'after' if point.after else 'in'} {point.function} #{point.nth}" if code else "done before the point"
 
