@@ -38,6 +38,9 @@ $(info an installation into $(VENV) did not finish: making it afresh)
 $(shell rm -rf $(VENV))
 endif
 
+# Two test files at a time; all tests of a file in one process, since they share engines and rank pools.
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+
 # $(call install,ARGUMENTS OF PIP INSTALL)
 install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
 
@@ -58,10 +61,10 @@ install-gpu: $(GPU)
 install-dev: $(DEV)
 
 test: $(DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-fast: $(DEV)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL)
 
 install-sglang:
 	$(WITH_SGLANG) install
@@ -92,7 +95,7 @@ docs: $(RUNTIME)
 	$(BIN)/rlframe metrics --markdown > docs/metrics.md
 
 docs-site: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 
 smollm2: $(SMOLLM2)
 
@@ -117,8 +120,9 @@ $(GPU): $(CREATED) pyproject.toml
 	@touch $(INSTALLING) && $(PIP) install --quiet --editable ".[train,vllm]" && rm $(INSTALLING)
 	@touch $@
 
-$(DEV): $(RUNTIME) requirements/dev.txt
+$(DEV): $(RUNTIME) requirements/dev.txt requirements/reasoning-gym.txt
 	@$(call install,-r requirements/dev.txt)
+	@$(INSTALL) -r requirements/reasoning-gym.txt || echo "reasoning-gym did not install (is there a C compiler?); its tests are skipped"
 	@touch $@
 
 $(DOCS): requirements/docs.txt

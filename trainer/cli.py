@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from trainer.commands import (
     Command,
     doctor,
+    export,
     job,
     metrics,
     presets,
@@ -25,6 +26,7 @@ from trainer.commands import (
 COMMANDS: dict[str, Command] = {
     "train": train,
     "resume": resume,
+    "export": export,
     "submit": submit,
     "job": job,
     "doctor": doctor,
@@ -59,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlframe: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        controller = sys.modules.get("trainer.controller")  # heavy; loaded if a run began
-        if controller is None or not isinstance(error, controller.RunFailed):
+        from trainer.failures import RunFailed
+
+        if not isinstance(error, RunFailed):
             raise
         print(f"rlframe: {error}", file=sys.stderr)
         return 1

@@ -46,6 +46,21 @@ def test_a_full_weights_critic_has_its_own_backbone():
     assert backbones(job(critic="full")) == [(False, ("actor",)), (True, ("critic_0",))]
 
 
+@pytest.mark.parametrize(
+    ("actor", "lines"),
+    [
+        ("lora", ["backbone 0 (frozen, whole on its rank): actor, critic_0"]),
+        (
+            "full",
+            ["backbone 0 (all weights train, whole on its rank): actor", "backbone 1 (frozen, whole on its rank): critic_0"],
+        ),
+    ],
+)
+def test_the_description_shows_which_sessions_share_a_backbone(actor, lines):
+    shown = [line.strip() for line in plan(job(actor=actor)).describe().splitlines()]
+    assert [line for line in shown if line.startswith("backbone")] == lines
+
+
 def test_without_gae_there_is_no_critic():
     config = job(advantage="running_mean")
     assert backbones(config) == [(False, ("actor",))]
