@@ -16,6 +16,8 @@ import requests
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
+ADDRESS = "127.0.0.2"
+"""Of the head; Ray replaces 127.0.0.1 by the address that other machines see."""
 TOKEN = "a-token-of-at-least-32-characters-"
 
 
@@ -62,7 +64,7 @@ def wait_for_port(port: int, process: subprocess.Popen, log: Path) -> None:
     while True:
         assert process.poll() is None, f"the head did not start: {log.read_text()[-3000:]}"
         with suppress(OSError):
-            return socket.create_connection(("127.0.0.1", port), 60).close()
+            return socket.create_connection((ADDRESS, port), 60).close()
         time.sleep(0.2)
 
 
@@ -114,12 +116,12 @@ def ray_cluster(workers: list[int], **variables: str):
     """
     folder = tempfile.mkdtemp(prefix="rlf", dir="/tmp")  # short: Ray puts sockets there
     gcs, dashboard, client, *agents = free_ports(4 + len(workers))
-    head = f"127.0.0.1:{gcs}"
+    head = f"{ADDRESS}:{gcs}"
     common = ["--block", "--object-store-memory=80000000", "--min-worker-port=0", "--max-worker-port=0"]
     nodes = [["--head", f"--port={gcs}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}", "--num-cpus=0"]]
-    nodes[0] += ["--node-ip-address=127.0.0.1", f"--ray-client-server-port={client}"]
+    nodes[0] += [f"--node-ip-address={ADDRESS}", f"--ray-client-server-port={client}"]
     nodes += [
-        [f"--address={head}", f"--num-cpus={cpus}", f"--node-ip-address=127.0.0.{i + 2}"] for i, cpus in enumerate(workers)
+        [f"--address={head}", f"--num-cpus={cpus}", f"--node-ip-address=127.0.0.{i + 3}"] for i, cpus in enumerate(workers)
     ]
     logs = [Path(folder) / f"node_{i}.log" for i in range(len(nodes))]
     running: list[subprocess.Popen] = []

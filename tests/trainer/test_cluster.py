@@ -14,7 +14,7 @@ import pytest
 from ray_cluster import ROOT, TOKEN, ray_cluster
 
 pytestmark = pytest.mark.slow
-WORKERS = ["127.0.0.2", "127.0.0.3"]
+WORKERS = ["127.0.0.3", "127.0.0.4"]
 KEY = "a-wandb-key-that-nobody-may-see"
 SMALL = ["rollout=torch", "log.wandb=disabled", "batch_size=8", "eval.size=8", "eval.every=0"]
 FOLDER = ["--working-dir", str(ROOT / "examples" / "jsonl")]
