@@ -121,7 +121,7 @@ class Deaf(RolloutWorker):
 @pytest.mark.parametrize("mode", ["merged", "adapter"])
 def test_an_adapter_that_never_reaches_the_sampler_ends_the_run(tmp_path, mode):
     with pytest.raises(ExceptionGroup) as failure:
-        run(tmp_path, f"rollout.weight_sync={mode}", worker=Deaf)
+        run(tmp_path, "actor=lora", f"rollout.weight_sync={mode}", worker=Deaf)
     assert "serves weights with checksum" in str(failure.value.exceptions[0]) and "version 1" in str(
         failure.value.exceptions[0]
     )
