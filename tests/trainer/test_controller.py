@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from copy import deepcopy
 from typing import ClassVar
 
 import pytest
@@ -113,7 +114,7 @@ class Deaf(RolloutWorker):
     """Goes on serving the first weights that it got."""
 
     async def update_weights(self, update, *places):
-        self.first = getattr(self, "first", update)
+        self.first = getattr(self, "first", None) or deepcopy(update)  # without processes its arrays are the actor's own
         return await super().update_weights(self.first, *places)
 
 
