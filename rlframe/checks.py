@@ -135,7 +135,7 @@ def _ranges(config: Config) -> None:
         "steps batch_size algorithm.rollouts_per_prompt rollout.workers rollout.max_new_tokens rollout.max_model_len "
         "rollout.max_concurrency rollout.tensor_parallel_size actor.ranks actor.lora.rank actor.micro_batch_tokens "
         "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble eval.size checkpoint.keep_last "
-        "task.reward_workers log.rollouts_tokens",
+        "task.reward_workers log.rollouts_tokens server.max_rank server.max_models server.max_loras server.max_request_mb",
     )
     _at_least(
         config,
@@ -144,7 +144,7 @@ def _ranges(config: Config) -> None:
         "rollout.max_restarts rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus "
         "critic.warmup_steps critic.vf_coef eval.every eval.temperature checkpoint.every checkpoint.keep_every "
         "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb "
-        "rollout.weight_noise",
+        "rollout.weight_noise server.port",
     )
     memory = config.task.reward_memory_mb
     _refuse(
@@ -155,6 +155,8 @@ def _ranges(config: Config) -> None:
         ("task.reward_timeout_s", config.task.reward_timeout_s),
         ("rollout.timeout_s", config.rollout.timeout_s),
         ("cluster.startup_timeout_s", config.cluster.startup_timeout_s),
+        ("server.idle_timeout_s", config.server.idle_timeout_s),
+        ("server.result_ttl_s", config.server.result_ttl_s),
         ("cluster.watchdog_s", config.cluster.watchdog_s),
     ):
         _refuse(not seconds > 0, f"{key}={seconds} is out of range; it must be above 0.")

@@ -93,7 +93,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "entropy of the policy over the vocabulary, nats, mean over action tokens",
             "Falls to 0 early: the policy stops exploring; lower `actor.optim.lr`, or raise `rollout.temperature`.",
         ),
-        Metric("actor/advantage_mean", "mean advantage over action tokens; near 0 under a good baseline"),
+        Metric(
+            "actor/advantage_mean",
+            "mean advantage over action tokens",
+            "Away from 0 for long: values are biased, and without score centering the policy drifts toward its own sampler.",
+        ),
         Metric(
             "actor/clip_fraction",
             "fraction of action tokens whose ratio was clipped, truncated or out of band",

@@ -10,6 +10,7 @@ from pathlib import Path
 from rlframe.checks import check
 from rlframe.config import serves_other_weights
 from trainer import recovery
+from trainer.attempts import on_signal
 from trainer.checkpoints import Checkpoints
 from trainer.compose import compose
 from trainer.run import evaluator_config, make_controller, read_inputs
@@ -77,13 +78,18 @@ def done(value):
     return future
 
 
-def run(run_dir: Path, *overrides: str, resume: bool = False, worker: type[RolloutWorker] = RolloutWorker) -> list[dict]:
-    """Train with rollout workers of class ``worker`` and return the lines of ``metrics.jsonl``."""
+def run(
+    run_dir: Path, *overrides: str, resume: bool = False, signals: bool = False, worker: type[RolloutWorker] = RolloutWorker
+) -> list[dict]:
+    """Train with rollout workers of class ``worker`` and return the lines of ``metrics.jsonl``.
+
+    With ``signals``, SIGTERM stops it as it stops a real run.
+    """
     config = compose([f"run_dir={run_dir}", *SMALL, *overrides])
     check(config)
     for folder in ("logs", "rollouts", "checkpoints"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
-    asyncio.run(_attempt(config, run_dir, resume, worker))
+    asyncio.run(_attempt(config, run_dir, resume, signals, worker))
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -91,7 +97,7 @@ def rollout_group(config, inputs, worker):
     return RolloutGroup(config, lambda i: Handle(worker(config, inputs.model_path, i)))
 
 
-async def _attempt(config, run_dir, resume, worker):
+async def _attempt(config, run_dir, resume, signals, worker):
     learner_module._node_ip = lambda: "127.0.0.1"
     inputs = read_inputs(config)
     checkpoint = Checkpoints(run_dir, config.checkpoint).newest()[0] if resume else None
@@ -106,6 +112,8 @@ async def _attempt(config, run_dir, resume, worker):
         if checkpoint:
             await learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
+        if signals:
+            on_signal(tracker, asyncio.current_task(), controller)
         await controller.run()
     finally:
         for group in {rollouts, evaluators, learner}:

@@ -77,6 +77,15 @@ def test_value_pretraining_leaves_the_actor_where_it_is(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_critic_takes_k_steps_for_each_of_the_actor_also_while_the_actor_waits(tmp_path):
+    """Optimiser steps are read off two linear warm-ups: step n of 100 has the rate n / 100."""
+    warm = [f"{role}.optim.{key}" for role in ("actor", "critic") for key in ("warmup_steps=100", "lr=1e-3")]
+    rows = run(tmp_path, *warm, "critic.updates_per_step=3", "critic.warmup_steps=1")[1:]
+    assert [row["critic/lr"] for row in rows] == pytest.approx([3e-5, 6e-5, 9e-5])
+    assert [row.get("actor/lr") for row in rows] == [None, pytest.approx(1e-5), pytest.approx(2e-5)]
+
+
+@pytest.mark.slow
 def test_asynchronous_resume_trains_every_prompt_once(tmp_path):
     options = ["max_staleness=2", "checkpoint.every=1"]
     run(tmp_path, *options, "steps=2")

@@ -104,47 +104,47 @@ def _session_routes(app: FastAPI, service: Service) -> None:
 def _training_routes(app: FastAPI, service: Service) -> None:
     @app.post(f"{API}/create_model")
     async def create_model(body: wire.CreateModel, user: User) -> dict[str, Any]:
-        return service.create_model(body, user)
+        return service.models.create_model(body, user)
 
     @app.post(f"{API}/get_info")
     async def get_info(body: wire.ModelId, user: User) -> dict[str, Any]:
-        return service.info(body.model_id, user)
+        return service.models.info(body.model_id, user)
 
     @app.post(f"{API}/unload_model")
     async def unload_model(body: wire.ModelId, user: User) -> dict[str, Any]:
-        return service.unload(body.model_id, user)
+        return service.models.unload(body.model_id, user)
 
     @app.post(f"{API}/forward_backward")
     async def forward_backward(request: Request, user: User) -> dict[str, Any]:
         if request.headers.get("Content-Type") != PROTOBUF or request.headers.get("Content-Encoding"):
             raise UserError(f"forward_backward takes uncompressed {PROTOBUF}; use tinker 0.25 or newer.", status=415)
-        return service.forward_backward(await request.body(), user)
+        return service.models.forward_backward(await request.body(), user)
 
     @app.post(f"{API}/optim_step")
     async def optim_step(body: wire.OptimStep, user: User) -> dict[str, Any]:
-        return service.optim_step(body, user)
+        return service.models.optim_step(body, user)
 
     @app.post(f"{API}/save_weights")
     async def save_weights(body: wire.SaveWeights, user: User) -> dict[str, Any]:
-        return service.save_weights(body, user)
+        return service.models.save_weights(body, user)
 
     @app.post(f"{API}/save_weights_for_sampler")
     async def save_weights_for_sampler(body: wire.SaveWeights, user: User) -> dict[str, Any]:
-        return service.save_weights_for_sampler(body, user)
+        return service.models.save_weights_for_sampler(body, user)
 
     @app.post(f"{API}/load_weights")
     async def load_weights(body: wire.LoadWeights, user: User) -> dict[str, Any]:
-        return service.load_weights(body, user)
+        return service.models.load_weights(body, user)
 
 
 def _sampling_routes(app: FastAPI, service: Service) -> None:
     @app.post(f"{API}/create_sampling_session")
     async def create_sampling_session(body: wire.CreateSamplingSession, user: User) -> dict[str, Any]:
-        return service.create_sampling_session(body, user)
+        return service.samples.create_sampling_session(body, user)
 
     @app.post(f"{API}/asample")
     async def asample(body: wire.Sample, user: User) -> dict[str, Any]:
-        return service.sample(body, user)
+        return service.samples.sample(body, user)
 
     @app.get(f"{API}/samplers/{{sampler_id}}")
     async def get_sampler(sampler_id: str, user: User) -> dict[str, Any]:
@@ -166,4 +166,4 @@ def _future_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{API}/cancel_future", status_code=204)
     async def cancel_future(body: wire.RequestId, user: User) -> None:
-        service.cancel(body.request_id, user)
+        service.samples.cancel(body.request_id, user)

@@ -85,7 +85,7 @@ def _parse(keys_file: str, lines: list[str]) -> dict[str, str]:
     return keys
 
 
-def _current_user(request: Request) -> str:
+async def _current_user(request: Request) -> str:
     header = request.headers.get("X-API-Key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
     return request.app.state.service.keys.user(header)
 

@@ -10,8 +10,9 @@ from fastapi import FastAPI
 from trainer.server import paths, wire
 from trainer.server.auth import User
 from trainer.server.errors import UserError
+from trainer.server.model_requests import expires_at
 from trainer.server.paths import WeightsPath
-from trainer.server.service import Service, expires_at
+from trainer.server.service import Service
 from trainer.server.store import Checkpoint, ModelInfo, iso
 
 MAX_PAGE = 1000

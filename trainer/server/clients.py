@@ -23,8 +23,6 @@ class Sampler:
     base_model: str
     model_path: str | None = None
     adapter: ServedAdapter | None = None
-    joined: int = 0
-    """Clients beside the first."""
 
 
 @dataclass
@@ -117,7 +115,7 @@ class Clients:
 
 def _content(sampler: Sampler) -> dict[str, Any]:
     adapter = sampler.adapter and {"key": sampler.adapter.key, "folder": sampler.adapter.folder}
-    return {"base_model": sampler.base_model, "model_path": sampler.model_path, "adapter": adapter, "joined": sampler.joined}
+    return {"base_model": sampler.base_model, "model_path": sampler.model_path, "adapter": adapter}
 
 
 def _sampler(id: str, content: dict[str, Any]) -> Sampler:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from rlframe.config import ConfigError
+
 logger = logging.getLogger("rlframe.server")
 
 
@@ -30,7 +32,7 @@ def explain(error: BaseException, request_id: str) -> dict[str, Any]:
     """The failure of a request as the client sees it; the reason of a server's fault goes to the log only."""
     cause = getattr(error, "cause", None)  # Ray's copy of an error has the worker's traceback in its message
     plain = cause if isinstance(cause, BaseException) else error
-    if isinstance(plain, ValueError):
+    if isinstance(plain, UserError | ConfigError):
         return {"error": str(plain), "category": "user"}
     logger.error("request %s failed", request_id, exc_info=error)
     return {"error": f"The server failed; its log has the reason under request {request_id}.", "category": "server"}

@@ -9,6 +9,8 @@ from typing import Any
 
 from trainer.server.errors import UserError, explain
 
+FETCHED_S = 60.0
+"""How long a result stays after its client had it, in case the answer got lost."""
 WAIT_S = 25.0
 """How long a poll waits; the SDK gives up a poll after 45 s."""
 
@@ -25,6 +27,8 @@ class Future:
     """The result, as protobuf."""
     finished: float | None = None
     """When the result was there, monotonic seconds."""
+    fetched: float | None = None
+    """When the client first had it."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def succeed(self, result: dict[str, Any] | bytes) -> None:
@@ -61,7 +65,7 @@ class Futures:
         return id in self._all
 
     def drop(self, future: Future) -> None:
-        """Forget a request that was refused."""
+        """Forget a request."""
         self._all.pop(future.id, None)
 
     def check(self, id: str, user: str) -> Future:
@@ -87,11 +91,13 @@ class Futures:
                 await future.done.wait()
         except TimeoutError:
             return None
+        future.fetched = future.fetched or time.monotonic()
         return future
 
     def sweep(self) -> None:
         """Forget results that have had their time."""
         now = time.monotonic()
-        expired = [id for id, future in self._all.items() if future.finished and now - future.finished > self._keep_s]
-        for id in expired:
-            del self._all[id]
+        for future in list(self._all.values()):
+            over = future.finished is not None and now - future.finished > self._keep_s
+            if over or (future.fetched is not None and now - future.fetched > FETCHED_S):
+                self.drop(future)

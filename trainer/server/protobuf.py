@@ -39,27 +39,28 @@ class PassRequest:
     settings: dict[str, float]
     forward_only: bool
     data: list[Datum]
+    fault: UserError | None = None
+    """Why the data could not be decoded; the request keeps its place in the order of calls."""
 
 
 def read_pass(body: bytes) -> PassRequest:
     """Decode the body of ``forward_backward``.
 
     Raises:
-        UserError: it is not such a message, or has something that is not text.
+        UserError: it is not such a message.
     """
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError:
         raise UserError("The body of forward_backward is not the SDK's protobuf message; use tinker 0.25 or newer.") from None
-    return PassRequest(
-        model_id=message.model_id,
-        seq_id=message.seq_id or None,
-        loss=message.loss_fn,
-        settings=_settings(message),
-        forward_only=message.forward_only,
-        data=[_datum(d, datum) for d, datum in enumerate(message.data)],
-    )
+    request = PassRequest(message.model_id, message.seq_id or None, message.loss_fn, {}, message.forward_only, [])
+    try:
+        request.settings = _settings(message)
+        request.data = [_datum(d, datum) for d, datum in enumerate(message.data)]
+    except UserError as error:
+        request.fault = error
+    return request
 
 
 def _settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:

@@ -38,7 +38,10 @@ class Sampling:
         calls: list[Any] = [self._group.sample(tokens, params, body.num_samples, sampler.adapter)]
         if score is not None:
             calls.append(self._group.score(tokens, score, sampler.adapter))
-        completions, *scores = await asyncio.gather(*calls)
+        try:
+            completions, *scores = await asyncio.gather(*calls)
+        except ValueError as error:  # what engines refuse; see `workers.rollout.adapters`
+            raise UserError(str(getattr(error, "cause", None) or error)) from None
         if strings:
             completions = [self._cut(completion, strings) for completion in completions]
         scored: PromptScores | None = scores[0] if scores else None

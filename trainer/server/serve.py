@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import signal
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,11 @@ from trainer.server.store import Store
 from trainer.server.training import Training
 from workers.rollout.sampler import SamplerGroup
 from workers.session_rank import SessionGroup
+
+GRACE_S = 5
+"""How long clients that wait for an answer may hold up the end."""
+ENGINES = ("vllm", "torch")
+"""Engines that serve adapters at run time."""
 
 
 @dataclass
@@ -59,14 +67,44 @@ def serve(config: Config) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Raises:
-        ConfigError: a setting is refused.
+        ConfigError: a setting is refused, the port is taken, or another server works in the run directory.
     """
     check(config)
-    asyncio.run(_serve(config))
+    if config.rollout.engine not in ENGINES:
+        raise ConfigError(
+            f"rollout.engine={config.rollout.engine} cannot serve adapters at run time; choose {' or '.join(ENGINES)}."
+        )
+    run_dir = Path(config.run_dir).absolute()
+    with _occupied(run_dir), _listening(config) as listener:
+        asyncio.run(_serve(config, run_dir, listener))
 
 
-async def _serve(config: Config) -> None:
-    base, run_dir = Base.read(config), Path(config.run_dir).absolute()
+@contextlib.contextmanager
+def _occupied(run_dir: Path) -> Iterator[None]:
+    """Keep other servers out of a run directory; the lock goes with the process, however it ends."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "server.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"Another server works in {run_dir}; stop it, or choose another name=...") from None
+        yield
+
+
+@contextlib.contextmanager
+def _listening(config: Config) -> Iterator[socket.socket]:
+    """A bound socket: a port that is taken is found before anything starts."""
+    host, port = config.server.host, config.server.port
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(f"server.host={host}, server.port={port} cannot be listened on: {error.strerror}.") from None
+    with listener:
+        yield listener
+
+
+async def _serve(config: Config, run_dir: Path, listener: socket.socket) -> None:
+    base = Base.read(config)
     keys, own_key = read_keys(config.server.keys_file, run_dir)
     placement = plan(config)
     start_ray(placement)
@@ -77,7 +115,10 @@ async def _serve(config: Config) -> None:
         samplers = SamplerGroup.launch(config, base.path, logs, pools["rollout"])
         await asyncio.wait_for(asyncio.gather(group.start(), samplers.start()), config.cluster.startup_timeout_s)
         service = await make_service(config, base, keys, run_dir / "state", group, samplers)
-        await _listen(config, service, own_key)
+        print(f"serving {config.model.name} at http://{config.server.host}:{listener.getsockname()[1]}", flush=True)
+        if own_key:
+            print(f"the API key is in {own_key}", flush=True)
+        await _answer(config, service, listener)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(group.close(), samplers.close()), 20)
     finally:
@@ -96,30 +137,27 @@ async def make_service(
     return Service(config, keys, store, training, sampling, samplers, tokenizer_path=base.path)
 
 
-async def _listen(config: Config, service: Service, own_key: Path | None) -> None:
-    app = make_app(service, config.server.max_request_mb * 2**20)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, host=config.server.host, port=config.server.port, log_level="warning", access_log=False, lifespan="off"
-        )
-    )
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
+class _Server(uvicorn.Server):
+    """Leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _answer(config: Config, service: Service, listener: socket.socket) -> None:
+    """Answer requests until a signal comes, then save everything."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    app = make_app(service, config.server.max_request_mb * 2**20)
+    server = _Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_S)
+    )
     service.start()
-    listening = asyncio.create_task(server._serve())
-    while not server.started and not listening.done():
-        await asyncio.sleep(0.01)
-    if listening.done():
-        raise ConfigError(f"server.port={config.server.port} on server.host={config.server.host} cannot be listened on.")
-    port = server.servers[0].sockets[0].getsockname()[1]
-    print(f"serving {config.model.name} at http://{config.server.host}:{port}", flush=True)
-    if own_key:
-        print(f"the API key is in {own_key}", flush=True)
+    answering = asyncio.create_task(server.serve(sockets=[listener]))
     await stop.wait()
     print("stopping: saving all models", flush=True)
     await service.stop()
     server.should_exit = True
-    await listening
+    await answering

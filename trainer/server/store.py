@@ -25,6 +25,11 @@ from trainer.server import paths
 from trainer.server.errors import UserError, not_found
 from trainer.server.paths import WeightsPath
 
+EPHEMERAL = "live-"
+"""How names of sampler weights begin that the client did not name."""
+EPHEMERAL_KEPT = 32
+"""Of these, how many of a model are kept; the SDK never says when it is done with one."""
+
 
 @dataclass
 class ModelInfo:
@@ -154,6 +159,10 @@ class Store:
         folders = [folder for kind in paths.KINDS for folder in (self._run(run.id) / kind).glob("*")]
         found = [checkpoint for folder in folders if (checkpoint := self._read(folder)) and not checkpoint.expired]
         return sorted(found, key=lambda checkpoint: checkpoint.created)
+
+    def hide(self, checkpoint: Checkpoint) -> None:
+        """Let nobody find saved weights any more; what has found them can still read them."""
+        (self.folder(paths.parse(checkpoint.path)) / "checkpoint.json").unlink(missing_ok=True)
 
     def delete(self, checkpoint: Checkpoint) -> None:
         """Remove saved weights."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 import shutil
 import time
@@ -54,6 +55,10 @@ class Training:
         self._models: dict[str, Model] = {}
         self.tied = not linear_modules["unembed"]
         """Whether the model ties its LM head, so that ``train_unembed`` has nothing to train."""
+
+    async def dead_ranks(self) -> list[int]:
+        """Ranks whose process is gone."""
+        return await self._group.dead()
 
     def get(self, id: str, user: str) -> Model:
         """A model of ``user``, awake or asleep.
@@ -204,6 +209,8 @@ class Training:
 
     def check_pass(self, request: PassRequest) -> PassRequest | Exception:
         """The request, or what is wrong with it: told to the client when its turn comes, so that the order holds."""
+        if request.fault is not None:
+            return request.fault
         try:
             data.check_data(request, data.check_request(request), self._limits)
         except UserError as error:
@@ -211,14 +218,17 @@ class Training:
         return request
 
     async def optim_step(self, model: Model, optim: OptimConfig) -> dict[str, float]:
-        """One step; without a gradient it is refused, so that moments alone never move a parameter."""
+        """One step; without a gradient it is refused, so that moments alone never move a parameter.
+
+        Of a gradient that is not finite nothing is used: ``skipped`` is 1 and there is no ``grad_norm``.
+        """
         await self.wake(model)
         if not model.gradient:
             raise UserError("optim_step has no gradient to step on; call forward_backward first.")
         metrics = await self._group.call("session_step", model.info.id, optim)
         model.gradient = False
         model.steps += 1
-        return metrics
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     async def save(self, model: Model, path: paths.WeightsPath, overwrite: bool, **about: Any) -> Checkpoint:
         """Save weights, moments and value head (``weights``), or the adapter alone (``sampler_weights``)."""

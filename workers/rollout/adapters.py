@@ -79,7 +79,7 @@ class AdapterEngine(Protocol):
         ...
 
     async def forget(self, adapter: ServedAdapter) -> None:
-        """Free the memory of an adapter that will not be asked for again; nothing happens if it is not held."""
+        """Free the memory of an adapter that no request runs under and none will; nothing happens if it is not held."""
         ...
 
 

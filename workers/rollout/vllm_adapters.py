@@ -6,13 +6,14 @@ prefix cache nor a slot can mix two versions up.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import Any
 
 import numpy as np
 
 from workers.rollout.adapters import CURRENT, PromptScores, ScoreRequest, ServedAdapter
-from workers.rollout.engine import Completion, SamplingParams
+from workers.rollout.engine import Completion, EngineDeadError, SamplingParams
 from workers.rollout.torch_engine import check_request
 from workers.rollout.vllm import VLLMEngine
 
@@ -29,22 +30,45 @@ class VLLMAdapterEngine(VLLMEngine):
     def __init__(self, model_path: str, *, max_loras: int = 8, **options: Any) -> None:
         super().__init__(model_path, **options)
         self._args |= {"max_loras": max_loras, "max_cpu_loras": 4 * max_loras}
-        self._ids: dict[str, int] = {}
+        self._requests: dict[str, asyncio.Task[Any]] = {}
         self._next_id = itertools.count(1)
 
     def _lora(self) -> Any:
+        adapter = CURRENT.get()
+        return None if adapter is None else self._requests[adapter.key].result()
+
+    async def _use(self, adapter: ServedAdapter | None) -> None:
+        """Let what this task asks for run under ``adapter``, which is read before its first use.
+
+        An adapter that fails while it is read within a step would end the engine core.
+        """
+        CURRENT.set(adapter)
+        if adapter is None:
+            return
+        if adapter.key not in self._requests:
+            self._requests[adapter.key] = asyncio.create_task(self._read(adapter))
+        try:
+            await asyncio.shield(self._requests[adapter.key])
+        except ValueError:
+            self._requests.pop(adapter.key, None)
+            raise
+
+    async def _read(self, adapter: ServedAdapter) -> Any:
         from vllm.lora.request import LoRARequest
 
-        adapter = CURRENT.get()
-        if adapter is None:
-            return None
-        if adapter.key not in self._ids:
-            self._ids[adapter.key] = next(self._next_id)
-        return LoRARequest(adapter.key, self._ids[adapter.key], adapter.folder)
+        request = LoRARequest(adapter.key, next(self._next_id), adapter.folder)
+        try:
+            await self._call(self._running().add_lora(request), "read an adapter")
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            raise ValueError(f"vLLM cannot serve this adapter for this model: {reason}") from error
+        return request
 
     async def sample(self, tokens: np.ndarray, params: SamplingParams, adapter: ServedAdapter | None) -> Completion:
         """See `AdapterEngine.sample`; a seed is ignored on CPUs, where vLLM's sampler cannot resume one."""
-        CURRENT.set(adapter)
+        await self._use(adapter)
         return await self.generate(tokens, params)
 
     async def score(self, tokens: np.ndarray, request: ScoreRequest, adapter: ServedAdapter | None) -> PromptScores:
@@ -58,7 +82,7 @@ class VLLMAdapterEngine(VLLMEngine):
         from vllm.sampling_params import RequestOutputKind
 
         check_request(len(tokens), 1, self._max_model_len)
-        CURRENT.set(adapter)
+        await self._use(adapter)
         k = min(request.top_k, self._vocabulary)
         wanted = VLLMSamplingParams(
             max_tokens=1,
@@ -74,8 +98,9 @@ class VLLMAdapterEngine(VLLMEngine):
 
     async def forget(self, adapter: ServedAdapter) -> None:
         """See `AdapterEngine.forget`."""
-        if number := self._ids.pop(adapter.key, None):
-            await self._call(self._running().remove_lora(number), "forget an adapter")
+        if (task := self._requests.pop(adapter.key, None)) is not None:
+            request = await task
+            await self._call(self._running().remove_lora(request.lora_int_id), "forget an adapter")
 
 
 def _scores(flat: Any, length: int, k: int) -> PromptScores:

@@ -43,6 +43,9 @@ class _Method:
 class LocalRank(SessionRank):
     """One rank without a process group, so that several servers can live in one process."""
 
+    def address(self):
+        return ""
+
     def join(self, address):
         self.mesh = None
 
@@ -91,8 +94,7 @@ class LocalServer:
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         self.service.start()
         http = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="warning", access_log=False, lifespan="off"))
-        http.install_signal_handlers = lambda: None
-        listening = asyncio.create_task(http._serve())
+        listening = asyncio.create_task(http.serve())  # uvicorn leaves signals alone outside of the main thread
         while not http.started:
             await asyncio.sleep(0.01)
         self.port = http.servers[0].sockets[0].getsockname()[1]

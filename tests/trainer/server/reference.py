@@ -84,4 +84,6 @@ class Reference:
         self.optimizer.zero_grad()
 
     def factors(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model).items()}
+        return {
+            name: tensor.clone() for name, tensor in get_peft_model_state_dict(self.model, save_embedding_layers=False).items()
+        }

@@ -1,5 +1,6 @@
 """Numbered calls run once, in order, whatever the network does to them."""
 
+import numpy as np
 import pytest
 import torch
 from data_cases import ADAM, datum, parameters, supervised_data
@@ -115,6 +116,15 @@ def test_a_step_of_one_model_leaves_the_others_alone(server, client):
     same(parameters(server, one), before)
     one.optim_step(ADAM).result()
     same(parameters(server, one), expected)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(server, client):
+    model = new_model(client)
+    before = parameters(server, model)
+    huge = [datum([1, 2, 3], target_tokens=[4, 5, 6], weights=np.full(3, 3e38, np.float32))]
+    model.forward_backward(huge, "cross_entropy").result()
+    assert model.optim_step(ADAM).result().metrics["skipped"] == 1
+    same(parameters(server, model), before)
 
 
 def test_results_are_kept_for_a_while_and_then_gone():

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import socket
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from rlframe.config import ConfigError, ModelConfig
 from rlframe.models import resolve_model
 from trainer.compose import compose
 from trainer.server.errors import explain
-from trainer.server.serve import Base
+from trainer.server.serve import Base, serve
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,15 @@ def test_a_fault_in_the_data_is_named(model, field, loss, data, config):
     assert str(refused.value).count("\n") == 0
 
 
+def test_what_is_not_text_is_refused_and_the_next_call_goes_on(model):
+    image = types.ImageChunk(data=b"x", format="png", expected_tokens=1)
+    seen = types.Datum(types.ModelInput(chunks=[image]), {"target_tokens": np.array([1])})
+    refused, after = model.forward([seen], "cross_entropy"), model.forward(supervised_data(1), "cross_entropy")
+    with pytest.raises(RequestFailedError, match="not text"):
+        refused.result()
+    assert after.result().loss_fn_outputs
+
+
 @pytest.mark.parametrize(
     ("field", "options"),
     [
@@ -86,6 +96,15 @@ def test_a_quantised_base_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
     with pytest.raises(ConfigError, match="quantised"):
         Base.read(compose([f"model.path={tmp_path}", "rollout=torch"]))
+
+
+def test_what_cannot_be_served_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match=r"rollout\.engine=sglang"):
+        serve(compose([f"run_dir={tmp_path}", "rollout.engine=sglang"]))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"server.port={port} cannot"):
+            serve(compose([f"run_dir={tmp_path}", "rollout=torch", f"server.port={port}"]))
 
 
 @pytest.mark.parametrize(("name", "value"), [("learning_rate", -1.0), ("beta1", 1.0), ("grad_clip_norm", -1.0)])

@@ -1,5 +1,7 @@
 """Samples and log-probabilities come from the weights that the client named, and are those of transformers and peft."""
 
+import time
+
 import numpy as np
 import pytest
 import tinker
@@ -156,6 +158,18 @@ def test_a_sampler_knows_where_it_comes_from(server, client):
     server.rest().delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises((tinker.NotFoundError, RequestFailedError)):
         sampler.compute_logprobs(prompt()).result()
+
+
+def test_samples_on_their_way_finish_before_their_weights_go(server, client):
+    model = client.create_lora_training_client("tiny", rank=2, seed=9).result()
+    path = model.save_weights_for_sampler("going").result().path
+    sampler = client.create_sampling_client(model_path=path).result()
+    params = types.SamplingParams(max_tokens=40, stop=[])
+    futures = [sampler.sample(prompt(), 2, params) for _ in range(4)]
+    while not all(server.service.futures.known(f"{sampler._sampling_session_id}:{i}") for i in range(4)):
+        time.sleep(0.01)
+    server.rest().delete_checkpoint_from_tinker_path(path).result()
+    assert all(len(sequence.tokens) == 40 for future in futures for sequence in future.result().sequences)
 
 
 @pytest.mark.parametrize(
