@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from copy import deepcopy
 from typing import ClassVar
 
 import pytest
@@ -122,7 +123,7 @@ class Deaf(RolloutWorker):
     """Goes on serving the first weights that it got."""
 
     async def update_weights(self, update, *places):
-        self.first = getattr(self, "first", update)
+        self.first = getattr(self, "first", None) or deepcopy(update)  # without processes its arrays are the actor's own
         return await super().update_weights(self.first, *places)
 
 
@@ -130,7 +131,7 @@ class Deaf(RolloutWorker):
 @pytest.mark.parametrize("mode", ["merged", "adapter"])
 def test_an_adapter_that_never_reaches_the_sampler_ends_the_run(tmp_path, mode):
     with pytest.raises(ExceptionGroup) as failure:
-        run(tmp_path, f"rollout.weight_sync={mode}", worker=Deaf)
+        run(tmp_path, "actor=lora", f"rollout.weight_sync={mode}", worker=Deaf)
     assert "serves weights with checksum" in str(failure.value.exceptions[0]) and "version 1" in str(
         failure.value.exceptions[0]
     )
