@@ -101,9 +101,15 @@ def drive(model: tinker.TrainingClient, number: int, steps: int) -> dict[str, li
     return latencies
 
 
-def drive_with_repeats(url: str, key: str, model: tinker.TrainingClient, number: int, steps: int) -> None:
-    """The same steps with every request sent three times, the later ones of a step first."""
+def drive_with_repeats(url: str, key: str, model: tinker.TrainingClient, number: int, steps: int) -> str:
+    """The same steps with every request sent three times, the later ones of a step first; the path of the adapter."""
     http = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=120)
+
+    def result(request: str) -> httpx.Response:
+        while (answer := http.post("/retrieve_future", json={"request_id": request})).status_code == 408:
+            pass
+        return answer
+
     for step in range(steps):
         body = message(model.model_id, 2 * step + 1, batch(number, step))
         adam = {"model_id": model.model_id, "seq_id": 2 * step + 2, "adam_params": ADAM.model_dump()}
@@ -114,16 +120,16 @@ def drive_with_repeats(url: str, key: str, model: tinker.TrainingClient, number:
             asked.append(http.post("/forward_backward", content=body, headers=headers).json()["request_id"])
         assert len(set(asked)) == 2, "a repeated request was taken for another"
         for request in asked:
-            while http.post("/retrieve_future", json={"request_id": request}).status_code == 408:
-                pass
+            result(request)
+    save = {"model_id": model.model_id, "seq_id": 2 * steps + 1, "path": "repeated"}
+    return result(http.post("/save_weights_for_sampler", json=save).json()["request_id"]).json()["path"]
 
 
-def differences(store: Store, models: list[tinker.TrainingClient], sessions: list[Session], name: str) -> int:
-    """Models whose adapter is not, bit by bit, that of the session with the same number."""
+def differences(store: Store, adapters: list[str], sessions: list[Session]) -> int:
+    """Saved adapters that are not, bit by bit, those of the sessions with the same number."""
     wrong = 0
-    for model, session in zip(models, sessions, strict=True):
-        path = paths.parse(model.save_weights_for_sampler(name).result().path)
-        ours = load_file(store.folder(path) / "adapter_model.safetensors")
+    for path, session in zip(adapters, sessions, strict=True):
+        ours = load_file(store.folder(paths.parse(path)) / "adapter_model.safetensors")
         wrong += not all(torch.equal(ours[key], value) for key, value in session.sampler_tensors("adapter", "float32").items())
     return wrong
 
@@ -153,11 +159,14 @@ def measure(arguments: argparse.Namespace, folder: Path) -> float:
         began = time.perf_counter()
         found = list(threads.map(lambda c: drive(once[c], c, arguments.steps), range(arguments.clients)))
         seconds = time.perf_counter() - began
-        repeated = models()
-        list(threads.map(lambda c: drive_with_repeats(url, key, repeated[c], c, arguments.steps), range(arguments.clients)))
+        saved = [model.save_weights_for_sampler("once").result().path for model in once]
+        again = models()
+        repeated = list(
+            threads.map(lambda c: drive_with_repeats(url, key, again[c], c, arguments.steps), range(arguments.clients))
+        )
         in_process(base, 1, 3)  # warm up
         sessions, alone = in_process(base, arguments.clients, arguments.steps)
-        lost = differences(store, once, sessions, "once"), differences(store, repeated, sessions, "repeated")
+        lost = differences(store, saved, sessions), differences(store, repeated, sessions)
     finally:
         process.terminate()
         process.wait(60)

@@ -21,6 +21,8 @@ class Future:
 
     id: str
     user: str
+    kind: str = ""
+    """What was asked for."""
     json: dict[str, Any] | None = None
     """The result or the failure, as JSON."""
     proto: bytes | None = None
@@ -56,9 +58,16 @@ class Futures:
         self._keep_s = keep_s
         self._all: dict[str, Future] = {}
 
-    def create(self, id: str, user: str) -> Future:
-        """A new future, or the one that a repeated request already has."""
-        return self._all.setdefault(id, Future(id, user))
+    def create(self, id: str, user: str, kind: str = "") -> Future:
+        """A new future, or the one that a repeated request already has.
+
+        Raises:
+            UserError: the id belongs to a request of another kind.
+        """
+        future = self._all.setdefault(id, Future(id, user, kind))
+        if future.kind != kind:
+            raise UserError(f"Request {id} was a {future.kind}; a {kind} needs a seq_id of its own.")
+        return future
 
     def known(self, id: str) -> bool:
         """Whether there is such a request, running or finished."""

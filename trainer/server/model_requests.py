@@ -207,10 +207,11 @@ class ModelRequests:
     ) -> dict[str, Any]:
         """Answer a numbered request: in its place the first time, with the same future when it is repeated."""
         request_id = f"{model.info.id}:{uuid.uuid4().hex[:12] if seq is None else seq}"
-        known = self._server.futures.known(request_id) or (seq is not None and seq < model.line.next_seq)
-        if not known:
-            future = self._server.futures.create(request_id, model.info.user)
-            self._submit(model, kind, future, run, seq, payload, merges)
+        repeated = self._server.futures.known(request_id)
+        if repeated or seq is None or seq >= model.line.next_seq:  # else its result has expired: no second effect either
+            future = self._server.futures.create(request_id, model.info.user, kind)
+            if not repeated:
+                self._submit(model, kind, future, run, seq, payload, merges)
         return {"request_id": request_id, "model_id": model.info.id}
 
     def _submit(

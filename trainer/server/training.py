@@ -146,8 +146,14 @@ class Training:
             await self._group.call("add_value_head", info.id)
 
     async def _make_room(self, but: Model) -> None:
-        awake = sorted((model for model in self._models.values() if model.awake and model is not but), key=lambda m: m.used)
-        for model in awake[: max(0, len(awake) + 1 - self._config.server.max_models)]:
+        """Put the models that were longest unused to sleep, as many as have to; never one with a gradient."""
+        most = self._config.server.max_models
+        awake = [model for model in self._models.values() if model.awake and model is not but]
+        idle = sorted((model for model in awake if not model.gradient), key=lambda model: model.used)
+        surplus = max(0, len(awake) + 1 - most)
+        if surplus > len(idle):
+            raise UserError(f"All {most} models that this server holds (server.max_models) wait for an optim_step; try again.")
+        for model in idle[:surplus]:
             await self.sleep(model)
 
     async def wake(self, model: Model) -> None:
@@ -165,6 +171,7 @@ class Training:
         await self._create_session(model.info)
         await self._group.call("load_session", model.info.id, str(folder), True)
         model.awake = True
+        shutil.rmtree(folder)  # it would be outdated after the next step, if the server came to a sudden end
 
     async def sleep(self, model: Model) -> None:
         """Save a model and free its memory."""

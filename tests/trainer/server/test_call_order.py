@@ -58,6 +58,13 @@ def test_a_repeated_call_has_the_same_answer_and_no_second_effect(server, client
     same(parameters(server, model), expected)
 
 
+def test_a_number_belongs_to_one_kind_of_call(client, wire):
+    model = new_model(client)
+    wire.result(wire.forward_backward(model, 1, supervised_data(1)))
+    answer = wire.post("save_weights", model_id=model.model_id, seq_id=1, path="x")
+    assert answer.status_code == 400 and "seq_id" in answer.json()["error"]
+
+
 def test_a_repeated_creation_is_one_model(server, client, wire):
     body = {"session_id": client.holder.get_session_id(), "model_seq_id": 77, "base_model": "tiny"}
     ids = {wire.post("create_model", **body, lora_config={"rank": 2}).json()["request_id"] for _ in range(3)}

@@ -153,13 +153,19 @@ def test_more_models_than_fit_take_turns_in_memory(tmp_path):
         for model in models:
             train(model, step)
             assert len(small.rank.backbone.sessions) <= 2
+    for model in models[:2]:
+        model.forward_backward(supervised_data(9), "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match=r"server\.max_models"):
+        models[2].forward(supervised_data(9), "cross_entropy").result()
+    for model in models[:2]:
+        model.optim_step(ADAM).result()
     ours = []
     for model in models:
         model.forward(supervised_data(1), "cross_entropy").result()
         ours.append(parameters(small, model))
     alone = [new_model(client, seed) for seed in range(4)]
     for model, theirs in zip(alone, ours, strict=True):
-        train(model, 1, 2)
+        train(model, 1, 2, *([9] if model in alone[:2] else []))
         same(parameters(small, model), theirs)
     client.close("success").result()
     small.stop()
