@@ -8,7 +8,9 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
 ADDRESS = "127.0.0.2"
 """Of the head; Ray replaces 127.0.0.1 by the address that other machines see."""
+TRIES = 3
+"""How often a node is started before giving up."""
 TOKEN = "a-token-of-at-least-32-characters-"
 
 
@@ -59,13 +63,25 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def wait_for_port(port: int, process: subprocess.Popen, log: Path) -> None:
-    """Return when ``process`` accepts connections at ``port``."""
-    while True:
-        assert process.poll() is None, f"the head did not start: {log.read_text()[-3000:]}"
-        with suppress(OSError):
-            return socket.create_connection((ADDRESS, port), 60).close()
-        time.sleep(0.2)
+def start_node(arguments: list[str], log: Path, variables: dict[str, str], is_up: Callable[[], bool]) -> subprocess.Popen:
+    """A ``ray start`` process, once ``is_up``; Ray gives up after 30 s on a busy machine, so it is tried again."""
+    for _ in range(TRIES):
+        with log.open("w") as file:
+            command = [str(BIN / "ray"), "start", *arguments]
+            process = subprocess.Popen(command, env=environment(**variables), stdout=file, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            if is_up():
+                return process
+            time.sleep(0.2)
+    raise AssertionError(f"a node did not start: {log.read_text()[-3000:]}")
+
+
+def listens(port: int) -> bool:
+    """Whether something accepts connections at the head's address and ``port``."""
+    with suppress(OSError):
+        socket.create_connection((ADDRESS, port), 60).close()
+        return True
+    return False
 
 
 class RayCluster:
@@ -82,16 +98,10 @@ class RayCluster:
         except requests.RequestException:
             return None
 
-    def wait_for_nodes(self, processes: list[subprocess.Popen], logs: list[Path]) -> None:
-        """Return when every one of ``processes`` is a living node of the cluster."""
-        for _ in range(1200):
-            for process, log in zip(processes, logs, strict=True):
-                assert process.poll() is None, f"a node did not start: {log.read_text()[-3000:]}"
-            answer = self.get("/api/v0/nodes")
-            if answer and [node["state"] for node in answer["data"]["result"]["result"]] == ["ALIVE"] * len(processes):
-                return
-            time.sleep(0.2)
-        raise AssertionError("the nodes did not find each other")
+    def nodes(self) -> int:
+        """Living nodes."""
+        answer = self.get("/api/v0/nodes")
+        return sum(node["state"] == "ALIVE" for node in answer["data"]["result"]["result"]) if answer else 0
 
     def call(self, *command: str, expect: int = 0, **variables: str) -> str:
         """Run a command of this environment as a user of the cluster would; what it printed."""
@@ -118,22 +128,19 @@ def ray_cluster(workers: list[int], **variables: str):
     gcs, dashboard, client, *agents = free_ports(4 + len(workers))
     head = f"{ADDRESS}:{gcs}"
     common = ["--block", "--object-store-memory=80000000", "--min-worker-port=0", "--max-worker-port=0"]
-    nodes = [["--head", f"--port={gcs}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}", "--num-cpus=0"]]
+    nodes = [["--head", f"--port={gcs}", f"--dashboard-port={dashboard}", "--num-cpus=0"]]
     nodes[0] += [f"--node-ip-address={ADDRESS}", f"--ray-client-server-port={client}"]
     nodes += [
         [f"--address={head}", f"--num-cpus={cpus}", f"--node-ip-address=127.0.0.{i + 3}"] for i, cpus in enumerate(workers)
     ]
-    logs = [Path(folder) / f"node_{i}.log" for i in range(len(nodes))]
+    cluster = RayCluster(head, f"http://127.0.0.1:{dashboard}")
     running: list[subprocess.Popen] = []
     try:
-        for node, agent, log in zip(nodes, agents, logs, strict=True):
-            command = [str(BIN / "ray"), "start", *node, *common, f"--dashboard-agent-listen-port={agent}"]
-            with log.open("w") as file:
-                running.append(subprocess.Popen(command, env=environment(**variables), stdout=file, stderr=subprocess.STDOUT))
-            if len(running) == 1:
-                wait_for_port(gcs, running[0], log)
-        cluster = RayCluster(head, f"http://127.0.0.1:{dashboard}")
-        cluster.wait_for_nodes(running, logs)
+        for i, (node, agent) in enumerate(zip(nodes, agents, strict=True)):
+            # Machines share no folders: what one node unpacks or removes of a job must not be under the feet of another.
+            arguments = [*node, *common, f"--dashboard-agent-listen-port={agent}", f"--temp-dir={folder}/{i}"]
+            is_up = partial(listens, gcs) if i == 0 else lambda i=i: cluster.nodes() == i + 1
+            running.append(start_node(arguments, Path(folder) / f"node_{i}.log", variables, is_up))
         yield cluster
     finally:
         for process in reversed(running):

@@ -94,7 +94,7 @@ def test_ranks_and_rollout_workers_of_a_submitted_job_run_on_the_nodes_of_the_cl
 
 def test_a_stopped_job_saves_first(stopped):
     assert "stopping; a checkpoint is written" in stopped.log
-    assert stopped.log.rstrip().endswith("first STOPPED")
+    assert "first STOPPED" in stopped.log.splitlines()
     last = steps(stopped.run_dir)[-1]
     assert (stopped.run_dir / "checkpoints" / "LATEST").read_text().strip() == f"step_{last:06d}"
 
