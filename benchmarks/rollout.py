@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import statistics
 import sys
 import tempfile
@@ -191,6 +192,7 @@ if __name__ == "__main__":
     parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang", "torch"])
     parser.add_argument("--log", default="rollout_benchmark.log", help="where the worker and its engine write")
     arguments = parser.parse_args()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # as in a run: Ray's 15 starves the engine beside anything else that runs
     ray.init(address="local", logging_level=logging.ERROR, log_to_driver=False)
     all_kept = asyncio.run(main(arguments))
     ray.shutdown()

@@ -133,6 +133,20 @@ class Backbone:
         model.requires_grad_(False)
         return backbone
 
+    @classmethod
+    def outline(
+        cls, path: str, *, trainable: bool, attn_implementation: str = "sdpa", trust_remote_code: bool = False
+    ) -> Backbone:
+        """A backbone without memory, to see whether sessions fit: they can be created, not run. Arguments as in `load`.
+
+        Raises:
+            ConfigError: a quantised model, or none.
+        """
+        model = empty_model(Path(path), torch.float32, attn_implementation, trust_remote_code)
+        backbone = cls(model, nn.Module(), path=Path(path), ranks=Ranks.of(None), device=torch.device("meta"))
+        backbone.trainable = trainable
+        return backbone
+
     def create_session(self, name: str, spec: SessionSpec) -> Session:
         """Add a session with fresh parameters that depend on ``spec.seed`` alone.
 
@@ -264,7 +278,7 @@ class Backbone:
         known = self._bit_sums.get(key)
         if known is None:
             parts = [local(p.detach()) for name, p in self.parameters() if name not in without]
-            known = sum(bit_sum(part.to(dtype)) for part in parts if part.numel())
+            known = sum(bit_sum(part.to(dtype)) for part in parts if part.numel()) % 2**64
             if isinstance(self._runner, FSDPModule):
                 known = self.ranks.total(known)
             if not self.trainable:

@@ -43,6 +43,7 @@ def check(config: Config) -> None:
         _sessions,
         _optimisers,
         _devices,
+        _weight_channel,
         check_engine,
     ):
         part(config)
@@ -402,6 +403,22 @@ def _optimiser(key: str, optim: OptimConfig) -> None:
         optim.schedule != "constant" and optim.total_steps is None,
         f"{key}.schedule={optim.schedule} decays until {key}.total_steps, which is null; set {key}.total_steps, for example "
         "to '${steps}'.",
+    )
+
+
+def _weight_channel(config: Config) -> None:
+    rollout, on, off = config.rollout, "rollout.weight_channel=nccl", "set rollout.weight_channel=ray"
+    _one_of("rollout.weight_channel", rollout.weight_channel, ("ray", "nccl"))
+    if rollout.weight_channel == "ray":
+        return
+    _refuse(rollout.engine != "vllm", f"{on} is vLLM's and rollout.engine={rollout.engine} does not have it; {off}.")
+    _refuse(
+        config.actor.mode != "full" and not serves_other_weights(rollout),
+        f"{on} sends full weights, and actor.mode={config.actor.mode} changes only some; {off}.",
+    )
+    _refuse(
+        not (rollout.gpus and config.actor.gpus),
+        f"{on} goes from GPU to GPU, with actor.gpus={config.actor.gpus:g} and rollout.gpus={rollout.gpus:g}; {off}.",
     )
 
 

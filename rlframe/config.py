@@ -127,6 +127,9 @@ class RolloutConfig:
     """Longest trajectory the engine can hold, prompt included."""
     weight_sync: str = "auto"
     """``merged`` or ``adapter`` (LoRA actor), ``full`` (full weights); auto: merged or full."""
+    weight_channel: str = "ray"
+    """How they travel: ``ray`` (through Ray's object store) or ``nccl`` (full weights from GPU to GPU, by vLLM's weight
+    transfer)."""
     on_update: str = "keep"
     """What happens to requests in flight when new weights arrive: ``keep`` (frozen, then on under the new weights) or
     ``abort`` (ended, and re-issued with what they had sampled)."""

@@ -7,13 +7,29 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.commands import Command, job, metrics, presets, report, resume, rollouts, serve, settings, submit, train
+from trainer.commands import (
+    Command,
+    doctor,
+    export,
+    job,
+    metrics,
+    presets,
+    report,
+    resume,
+    rollouts,
+    serve,
+    settings,
+    submit,
+    train,
+)
 
 COMMANDS: dict[str, Command] = {
     "train": train,
     "resume": resume,
+    "export": export,
     "submit": submit,
     "job": job,
+    "doctor": doctor,
     "presets": presets,
     "settings": settings,
     "metrics": metrics,
@@ -45,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlframe: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        controller = sys.modules.get("trainer.controller")  # heavy; loaded if a run began
-        if controller is None or not isinstance(error, controller.RunFailed):
+        from trainer.failures import RunFailed
+
+        if not isinstance(error, RunFailed):
             raise
         print(f"rlframe: {error}", file=sys.stderr)
         return 1

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import hashlib
-import json
 import re
 import typing
 from collections.abc import Iterable, Sequence
@@ -101,11 +99,6 @@ def load_yaml(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def to_yaml(config: Config) -> str:
     """The whole job as YAML, every setting written out."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def config_hash(config: Config) -> str:
-    """16 hex digits that change whenever a setting changes."""
-    return hashlib.sha256(json.dumps(dataclasses.asdict(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @functools.cache

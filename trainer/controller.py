@@ -20,8 +20,7 @@ watch     consumes what every loop says it waits for; ends the run with a dump w
           ``cluster.watchdog_s``.
 
 ``max_staleness`` is the buffer's capacity and nothing else (the bound is proved in `trainer.buffer`); 0 is the synchronous
-case of the same code. No formula, no engine and no file format lives here; `workers.rollout.supervision` says when a worker is
-lost.
+case of the same code. No formula, no engine and no file format lives here; `trainer.rescue` brings lost workers back.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from dataclasses import dataclass, field
 from rlframe.advantages import RunningMean, compute_advantages
 from rlframe.config import Config, serves_other_weights
 from rlframe.types import Batch, Prompt
-from trainer import recovery
+from trainer import recovery, rescue
 from trainer.buffer import Buffer, Slot, State
 from trainer.checkpoints import Checkpoints
 from trainer.data import PromptStream
-from trainer.failures import RunFailed
+from trainer.failures import RunFailed, WorkerDied
 from trainer.metrics import Timers, eval_metrics, rollout_metrics, staleness_metrics
 from trainer.samples import Sample, choose
 from trainer.served import checksum_fault, probe_fault
@@ -129,7 +128,7 @@ class Controller:
             try:
                 collected = await self.rollouts.collect(worker)
             except WorkerLost as loss:
-                if not await self.bring_back(worker, loss):
+                if not await rescue.bring_back(self, worker, loss):
                     return
                 self.waits(f"collect_{worker}", "a rollout to finish")
                 continue
@@ -142,34 +141,6 @@ class Controller:
                 self.drop(slot, reason)
             if collected.slots or collected.failures:
                 self.waits(f"collect_{worker}", "a rollout to finish")
-
-    async def bring_back(self, worker: int, loss: WorkerLost) -> bool:
-        """Re-issue the prompts of a lost worker, start it again, and let prompts go to it when it serves the current weights.
-
-        Returns:
-            Whether it is back; False: the run goes on without it.
-        """
-        reissued, given_up = await self.rollouts.reissue(worker)
-        self.faults["reissued"] += reissued
-        for slot in given_up:
-            self.drop(slot, f"every worker that had it was lost, most recently because: {loss}")
-        while self.rollouts.workers[worker].restarts_left:
-            self.tracker.say(f"{loss} It is started again; {reissued} prompts are sent again.")
-            self.faults["worker_restarts"] += 1
-            self.waits(f"collect_{worker}", "its worker to start again")
-            try:
-                await self.rollouts.workers[worker].restart()
-                async with self.policy:
-                    await self.sync_weights([worker])
-                return True
-            except WorkerLost as again:
-                loss = again
-        self.rollouts.workers[worker].gone = True
-        limit = f"rollout.max_restarts={self.config.rollout.max_restarts}"
-        if all(place.gone for place in self.rollouts.workers):
-            raise RunFailed(f"No rollout worker is left, each having used up {limit}. {loss}")
-        self.tracker.say(f"{loss} It has used up {limit}; the run goes on without it.")
-        return False
 
     def drop(self, slot: int, reason: str) -> None:
         """A prompt gave no trajectory: free its slot and count it; when nothing succeeds any more, end the run."""
@@ -278,24 +249,39 @@ class Controller:
     async def push(self, engines: RolloutGroup, workers: Collection[int], exact: bool = False) -> str:
         """Have ``workers`` hold the actor's weights (``exact``: not rounded either) and compare; returns their checksum."""
         update, expected = await self.learner.weight_update(self.version, self.sync_mode, self.config.rollout.dtype, exact)
-        fault = checksum_fault(await engines.update_weights(update, workers), expected, self.version)
+        loading = asyncio.ensure_future(engines.update_weights(update, workers))
+        if self.config.rollout.weight_channel == "nccl":
+            await self.send(len(workers))
+        fault = checksum_fault(await loading, expected, self.version)
         if fault:
             raise RunFailed(fault)
         return expected
 
+    async def send(self, places: int) -> None:
+        """The learner's part of a transfer over NCCL; nobody can leave one half-way, so a lost worker ends the attempt."""
+        try:
+            async with asyncio.timeout(self.config.rollout.timeout_s):
+                await self.learner.send_weights(places)
+        except TimeoutError:
+            raise WorkerDied("A transfer of weights over NCCL took longer than rollout.timeout_s.") from None
+
     async def evaluate(self) -> dict[str, float]:
         """Held-out reward of the policy."""
         self.waits("learn", "the evaluation")
-        if self.evaluators is not self.rollouts:
-            await self.evaluators.revive()
-            await self.push(self.evaluators, [0], exact=True)
-            await self.evaluators.admit([0])
         sampling = self.sampling(temperature=self.config.eval.temperature)
-        try:
-            batch = await self.evaluators.evaluate(self.eval_prompts, sampling)
-        except FatalRewardError as error:
-            raise RunFailed(str(error)) from None
-        return eval_metrics(batch, self.config.task.name)
+        apart = self.evaluators is not self.rollouts
+        while True:
+            if apart:
+                await self.evaluators.revive()
+                await self.push(self.evaluators, [0], exact=True)
+                await self.evaluators.admit([0])
+            try:
+                batch = await self.evaluators.evaluate(self.eval_prompts, sampling, wait=not apart)
+                return eval_metrics(batch, self.config.task.name)
+            except FatalRewardError as error:
+                raise RunFailed(str(error)) from None
+            except WorkerLost as loss:
+                self.tracker.say(f"{loss} The evaluation is done again.")
 
     async def save(self) -> None:
         """Begin a checkpoint of everything that the next step depends on; it is written beside the next steps."""

@@ -58,6 +58,8 @@ def changes(saved: Config, wanted: Config) -> list[str]:
         reason = next((why for name, why in REFUSED.items() if key == name or key.startswith(f"{name}.")), None)
         if key == "max_staleness" and now < before:
             reason = "trajectories that wait in the checkpoint may be staler than that"
+        if key == "reorder_window" and now > before:
+            reason = "the buffer in the checkpoint may be too full for that"
         if reason:
             raise ConfigError(
                 f"{key} was {before} when the checkpoint was written and is {now} now, but {reason}; leave it as it was, "

@@ -93,7 +93,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "entropy of the policy over the vocabulary, nats, mean over action tokens",
             "Falls to 0 early: the policy stops exploring; lower `actor.optim.lr`, or raise `rollout.temperature`.",
         ),
-        Metric("actor/advantage_mean", "mean advantage over action tokens; near 0 under a good baseline"),
+        Metric(
+            "actor/advantage_mean",
+            "mean advantage over action tokens",
+            "Away from 0 for long: values are biased, and without score centering the policy drifts toward its own sampler.",
+        ),
         Metric(
             "actor/clip_fraction",
             "fraction of action tokens whose ratio was clipped, truncated or out of band",
@@ -234,8 +238,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "of these, the ones that took too long",
             "Grows: raise `rollout.timeout_s`, or look for hanging tools.",
         ),
-        Metric("fault/restarts", "rollout workers that died and were started again"),
-        Metric("fault/retries", "prompts that were issued again"),
+        Metric(
+            "fault/worker_restarts",
+            "times that a rollout worker was lost and started again, since the run began",
+            "Grows: the console and `logs/rollout_*.log` say why; see `rollout.max_restarts`.",
+        ),
+        Metric("fault/reissued", "prompts that were sent again because their rollout worker was lost"),
+        Metric("fault/learner_restarts", "attempts that ended with a learner rank, after which the run started again"),
         Metric(
             "data/epoch",
             "passes over the training prompts so far",

@@ -166,7 +166,7 @@ def plan(config: Config) -> Placement:
     one; a full-weights critic has its own. All backbones live in the learner's ranks.
 
     Raises:
-        ConfigError: this machine has fewer GPUs than a local job asks for.
+        ConfigError: this machine has fewer GPUs than a local job asks for, or they cannot be given out like that.
     """
     actor, rollout = config.actor, config.rollout
     engines, engines_key = rollout.workers, "rollout.workers"
@@ -180,6 +180,10 @@ def plan(config: Config) -> Placement:
         backbones=_backbones(config),
         address=cluster_address(config),
     )
+    for group in placement.groups:
+        if group.gpus > 1 and group.gpus % 1:
+            key = f"{group.count_key.split('.')[0]}.gpus"
+            raise ConfigError(f"{key}={group.gpus:g} is not possible; Ray gives out parts of one GPU, or whole ones.")
     placement.check_machine()
     return placement
 

@@ -97,6 +97,7 @@ def read_run(run: Path, sampled_steps: int) -> dict[str, Any]:
         "name": run.resolve().name,
         "summary": summarise(curves),
         "metrics": {key: _thinned(*curve) for key, curve in curves.items()},
+        "axes": {"seconds": _total(rows, "time/step"), "tokens": _total(rows, "perf/accepted_tokens_per_s", "time/step")},
         "config": _read_config(run / "config.yaml"),
         "samples": [{"step": step, "rows": samples.read(found[step])} for step in chosen],
     }
@@ -153,6 +154,17 @@ def as_script_data(data: Any) -> str:
     """JSON that stays inside of its ``<script>`` element whatever strings it holds."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _total(rows: list[dict[str, Any]], *factors: str) -> tuple[list[int], list[float]]:
+    """The running sum over steps of a product of metrics, 0 before the first; empty when the run lacks one of them."""
+    steps, totals = [0], [0.0]
+    for row in rows:
+        numbers = [row.get(name) for name in factors]
+        if None not in numbers:
+            steps.append(row["step"])
+            totals.append(float(f"{totals[-1] + math.prod(float(x) for x in numbers if x is not None):.6g}"))
+    return _thinned(steps, totals) if len(steps) > 1 else ([], [])
 
 
 def _digest(text: str) -> str:

@@ -39,6 +39,7 @@ from workers.group import LearnerGroup
 from workers.pools import Pool
 from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
+from workers.session_specs import check_sessions
 
 
 @dataclass
@@ -95,14 +96,14 @@ def resume(run: str, overrides: list[str]) -> Path:
     with occupied(run_dir):
         checkpoints = Checkpoints(run_dir, config.checkpoint)
         checkpoint, skipped = checkpoints.newest()
-        print("\n".join(skipped) or "", end="\n" * bool(skipped))
+        for sentence in skipped:
+            print(sentence)
         if checkpoint is None:
             print(f"{run_dir} has no checkpoint yet; it starts at step 0.")
         else:
             for line in drift.changes(load_yaml(checkpoint / "config.yaml"), config):
                 print(f"changed since {checkpoint.name}: {line}")
-            step = step_of(checkpoint)
-            if step >= config.steps:
+            if step_of(checkpoint) >= config.steps:
                 print(f"{run_dir} has done all its steps={config.steps}; give a larger number to go on.")
                 return run_dir
         inputs = read_inputs(config)
@@ -135,6 +136,7 @@ def read_inputs(config: Config) -> Inputs:
     if config.cluster.address is None and not config.rollout.server_urls:
         check_installed(config.rollout.engine)
     model_path = resolve_model(config.model)
+    check_sessions(config, model_path)
     trust = config.model.trust_remote_code
     find_modules_in(os.getcwd())
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)

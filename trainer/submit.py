@@ -9,12 +9,13 @@ to everybody who reaches the dashboard, so nothing that looks like a secret is s
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ def training(overrides: Sequence[str], working_dir: str | None, env: Sequence[st
         ConfigError: a setting is refused, the run directory would be lost, or something looks like a secret.
     """
     config = compose(overrides)
-    _refuse_secrets(overrides)
+    _refuse_secrets(_names(dataclasses.asdict(config)))
     _check_run_dir(config.run_dir)
     return Job(("rlframe", "train", *overrides), working_dir, _variables(env), config.name)
 
@@ -86,8 +87,8 @@ def training(overrides: Sequence[str], working_dir: str | None, env: Sequence[st
 def resuming(run: str, overrides: Sequence[str], working_dir: str | None, env: Sequence[str]) -> Job:
     """A job that goes on with the run in ``run``, a path on the cluster; see `training`."""
     _check_run_dir(run)
-    _refuse_secrets(overrides)
     config = _resumed(Path(run), overrides)
+    _refuse_secrets(_names(dataclasses.asdict(config)) if config else (text.partition("=")[0] for text in overrides))
     return Job(("rlframe", "resume", run, *overrides), working_dir, _variables(env), config.name if config else Path(run).name)
 
 
@@ -109,9 +110,17 @@ def _check_run_dir(run_dir: str) -> None:
         raise ConfigError(lost_run_dir(run_dir))
 
 
-def _refuse_secrets(assignments: Sequence[str]) -> None:
-    for text in assignments:
-        name = text.partition("=")[0]
+def _names(tree: Any, prefix: str = "") -> Iterator[str]:
+    """The settings of a job that have a value, those inside free-form dictionaries too."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from _names(value, f"{prefix}.{name}" if prefix else str(name))
+    elif tree is not None:
+        yield prefix
+
+
+def _refuse_secrets(names: Iterable[str]) -> None:
+    for name in names:
         if SECRET.search(name):
             raise ConfigError(
                 f"{name} looks like a secret, and Ray stores and shows what a job is given; set it where `ray start` runs "
@@ -123,8 +132,9 @@ def _variables(assignments: Sequence[str]) -> dict[str, str]:
     for text in assignments:
         if not re.match(r"[A-Za-z_]\w*=", text):
             raise ConfigError(f"--env {text.partition('=')[0]} is not NAME=VALUE.")
-    _refuse_secrets(assignments)
-    return dict(text.split("=", 1) for text in assignments)
+    variables = dict(text.split("=", 1) for text in assignments)
+    _refuse_secrets(variables)
+    return variables
 
 
 @contextmanager
@@ -161,6 +171,11 @@ class Cluster:
         headers = json.loads(os.environ.get("RAY_JOB_HEADERS", "{}"))  # as `ray job` reads it, for proxies
         with self._answers(), _variable("RAY_API_SERVER_ADDRESS", address):  # Ray lets the variable win over the argument
             self.client = JobSubmissionClient(address, headers=headers)
+
+    @property
+    def ray_version(self) -> str:
+        """Version of Ray on the cluster."""
+        return str(self.client._server_ray_version)  # the public get_version() is the version of the API
 
     def submit(self, job: Job, job_id: str | None = None) -> str:
         """Send a job; returns its id.
@@ -228,5 +243,5 @@ class Cluster:
                 raise ConfigError(
                     f"The cluster at {self.address} has no job {job_id}; `rlframe job list` names them."
                 ) from None
-            lines = [line for line in text.splitlines() if line.strip()]
+            lines = [line for line in text.splitlines() if line.strip(" .")]
             raise ConfigError(f"The cluster at {self.address} refused: {lines[-1] if lines else text}") from None

@@ -30,11 +30,16 @@ class WandbLog:
         Args:
             config: the job; ``log.wandb`` is not ``disabled``.
             run_dir: holds the folder ``wandb``.
-            run_id: of the run to go on with; None: a new one.
+            run_id: of the run to go on with; None: the one that this directory began, or a new one.
             logged: last step that an earlier attempt has logged; -1: none.
         """
         import wandb
 
+        begun = run_dir / "wandb" / "run_id"
+        if run_id is None:
+            run_id = begun.read_text().strip() if begun.exists() else secrets.token_hex(4)
+        begun.parent.mkdir(exist_ok=True)
+        begun.write_text(run_id + "\n")
         mode: Any = config.log.wandb
         if mode == "auto":
             mode = "online" if _has_key() else "offline"
@@ -44,7 +49,7 @@ class WandbLog:
             project=config.log.project,
             entity=config.log.entity,
             name=config.name,
-            id=run_id or secrets.token_hex(4),
+            id=run_id,
             resume="allow",
             mode=mode,
             dir=str(run_dir),

@@ -6,11 +6,11 @@ The watchdog knows loops by name and by what they say; it knows no rollouts and 
 from __future__ import annotations
 
 import asyncio
-import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class Stuck(RuntimeError):
@@ -71,9 +71,18 @@ class Watchdog:
                 raise Stuck(f"The learner has waited {wait}. What every loop and task waits for is in {self.dump_file}.")
 
     def _write_dump(self) -> None:
-        """Every loop, and where every task of this process stands."""
-        text = io.StringIO()
-        text.writelines(f"{loop} has waited {wait}\n" for loop, wait in sorted(self._waiting.items()))
+        """Every loop, and where every task of this process stands, from its outermost coroutine to what it awaits."""
+        lines = [f"{loop} has waited {wait}" for loop, wait in sorted(self._waiting.items())]
         for task in sorted(asyncio.all_tasks(), key=lambda task: task.get_name()):
-            task.print_stack(file=text)
-        self.dump_file.write_text(text.getvalue())
+            lines += ["", task.get_name(), *_stack(task.get_coro())]
+        self.dump_file.write_text("\n".join(lines) + "\n")
+
+
+def _stack(awaited: Any) -> Iterator[str]:
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None)
+        if frame is None:
+            yield f"  {awaited!r}"
+            return
+        yield f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        awaited = awaited.cr_await

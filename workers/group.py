@@ -76,6 +76,10 @@ class LearnerGroup:
         checksums = await asyncio.gather(*(checksum for _, checksum in refs))
         return refs[0][0], checksums[0]
 
+    async def send_weights(self, places: int) -> None:
+        """Send the weights that `weight_update` announced to ``places`` rollout workers, from rank to engine over NCCL."""
+        await self.ranks[0].send_weights.remote(places)
+
     async def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
         """The policy's log-probabilities of every token of ``batch``."""
         parts = await self._all("logprobs", batch, temperature)

@@ -6,26 +6,30 @@ frozen one, and a full-weights critic owns its backbone. The controller talks to
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlframe.backbone import Backbone
-from rlframe.config import Config, LoraConfig, critic_names
+from rlframe.config import Config, critic_names
 from rlframe.files import Entry, seal
 from rlframe.metrics import Metrics
-from rlframe.sessions import Session, SessionSpec
+from rlframe.sessions import Session
 from rlframe.types import Batch
 from workers.actor import Actor
 from workers.critic import Critic
 from workers.process import redirect_output
+from workers.rollout import nccl
 from workers.rollout.engine import WeightUpdate
+from workers.session_specs import actor_spec, critic_spec
 
 
 class LearnerRank:
@@ -46,6 +50,8 @@ class LearnerRank:
 
     def join(self, address: str) -> None:
         """Join the process group and seed this process."""
+        if interface := _interface_of(_node_ip()):  # gloo would take that of the host name, often the loopback's
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo", init_method=address, rank=self.rank, world_size=self.ranks
         )
@@ -57,20 +63,13 @@ class LearnerRank:
         self.join(address)
         actor, critic = self.config.actor, self.config.critic
         policy_backbone = self._backbone(trainable=actor.mode == "full")
-        spec = SessionSpec(
-            kind=actor.mode,
-            lora=actor.lora if actor.mode == "lora" else None,
-            value_head=False,
-            frozen_patterns=list(actor.frozen_patterns),
-            optim=actor.optim,
-            seed=self.config.seed,
-        )
-        self.actor = Actor(policy_backbone.create_session("actor", spec), self.config)
+        self.actor = Actor(policy_backbone.create_session("actor", actor_spec(self.config)), self.config)
         self.critic: Critic | None = None
         if names := critic_names(self.config):
             shared = actor.mode == "lora" and critic.mode == "lora"
             backbone = policy_backbone if shared else self._backbone(trainable=critic.mode == "full")
-            self.critic = Critic({name: self._critic_session(backbone, name, i) for i, name in enumerate(names)}, self.config)
+            sessions = {name: backbone.create_session(name, critic_spec(self.config, i)) for i, name in enumerate(names)}
+            self.critic = Critic(sessions, self.config)
 
     def _backbone(self, trainable: bool) -> Backbone:
         model = self.config.model
@@ -84,19 +83,6 @@ class LearnerRank:
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
         )
-
-    def _critic_session(self, backbone: Backbone, name: str, i: int) -> Session:
-        critic = self.config.critic
-        lora: LoraConfig | None = critic.lora if critic.mode == "lora" else None
-        spec = SessionSpec(
-            kind=critic.mode,
-            lora=lora,
-            value_head=True,
-            frozen_patterns=list(critic.frozen_patterns),
-            optim=critic.optim,
-            seed=self.config.seed + 1 + i,
-        )
-        return backbone.create_session(name, spec)
 
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Values and bootstrap values of this rank's shard of ``batch``."""
@@ -117,7 +103,16 @@ class LearnerRank:
 
     def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[WeightUpdate | None, str]:
         """The weights to serve as ``version`` (rank 0) and their checksum; see `Actor.weight_update`."""
-        return self.actor.weight_update(version, mode, dtype, exact)
+        update, checksum = self.actor.weight_update(version, mode, dtype, exact)
+        if update is not None and nccl.streams(self.config):
+            update, self._outgoing = nccl.announce(update, self.address())
+            self._stream = update.stream
+        return update, checksum
+
+    def send_weights(self, places: int) -> None:
+        """Send what `weight_update` announced last to ``places`` rollout workers over NCCL (rank 0)."""
+        assert self._stream is not None
+        nccl.send(self._outgoing, self._stream, 1 + places * self.config.rollout.tensor_parallel_size)
 
     def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
         """The policy's own log-probabilities of this rank's shard, for the served-weights check."""
@@ -157,6 +152,12 @@ def _node_ip() -> str:
     import ray
 
     return ray.util.get_node_ip_address()
+
+
+def _interface_of(ip: str) -> str | None:
+    """The network interface of this machine that has the address ``ip``."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(each.address == ip for each in addresses)), None)
 
 
 def _seed_everything(seed: int) -> None:

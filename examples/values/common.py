@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlframe.advantages import compute_advantages
 from rlframe.backbone import Backbone
@@ -32,9 +34,27 @@ MONTE_CARLO = AlgorithmConfig(advantage="none")
 ENCODE = character_tokenizer()
 
 
-def load_backbone(**build: int) -> Backbone:
-    """The project's tiny Qwen3, built once with these arguments (``warmup_steps=0``: random weights) and kept in the cache."""
-    path = resolve_model(ModelConfig(builder="tiny", build=build))
+def random_backbone(seed: int, vocabulary: int) -> Backbone:
+    """Two Qwen3 blocks of random weights, which depend on ``seed`` alone."""
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        initializer_range=0.1,
+    )
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(seed)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+        return Backbone.load(folder, mesh=None, device=torch.device("cpu"))
+
+
+def tiny_backbone() -> Backbone:
+    """The project's tiny Qwen3, warmed up on sums (`rlframe.models.tiny`); built once and kept in the cache."""
+    path = resolve_model(ModelConfig(builder="tiny"))
     return Backbone.load(path, mesh=None, device=torch.device("cpu"))
 
 

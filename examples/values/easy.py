@@ -9,18 +9,19 @@ attention, live on the same frozen backbone of random weights; every step brings
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from examples.values.common import (
     ARMS,
+    ENCODE,
     Row,
     arguments,
     draw,
     fit,
-    load_backbone,
     make_session,
+    random_backbone,
     table,
     trajectory,
     with_returns,
@@ -45,13 +46,13 @@ def texts(rng: np.random.Generator, count: int) -> Batch:
     return with_returns(made)
 
 
-def run(seed: int, steps: int = STEPS) -> Iterator[Row]:
+def run(seed: int, steps: int = STEPS, arms: Sequence[str] = tuple(ARMS)) -> Iterator[Row]:
     """Both critics of one seed: weights of the backbone, adapters and texts all come from it."""
-    backbone = load_backbone(warmup_steps=0, seed=seed)
+    backbone = random_backbone(seed, len(ENCODE))
     held_out = texts(np.random.default_rng([seed, 1]), HELD_OUT)
     assert held_out.returns is not None
-    for arm, frozen in ARMS.items():
-        critic = make_session(backbone, arm, LR, seed, critic=True, frozen=frozen)
+    for arm in arms:
+        critic = make_session(backbone, arm, LR, seed, critic=True, frozen=ARMS[arm])
         rng = np.random.default_rng([seed, 0])
         yield from fit(critic, (texts(rng, BATCH) for _ in range(steps)), held_out, held_out.returns, EVERY)
 

@@ -2,7 +2,8 @@
 
     python -m examples.values.flip [--seeds 0 1 2] [--out runs/values/flip]
 
-A text is ``?`` and six tokens. It pays 1 if its first token, the topic, has an even id; from round 40 on, if it has an odd one.
+A text is a start token and six tokens of sixteen. It pays 1 if its first token, the topic, has an even id; from round 30 on,
+if it has an odd one.
 Policy and critic are two adapters on one backbone of random weights. Both arms have the same policy loss (REINFORCE without
 correction) and learning rate; only the advantage differs. Each is run on two kinds of data:
 
@@ -27,9 +28,9 @@ from examples.values.common import (
     draw,
     explained_variance,
     from_tokens,
-    load_backbone,
     make_session,
     over_seeds,
+    random_backbone,
     write,
 )
 from rlframe.advantages import RunningMean, compute_advantages
@@ -42,9 +43,9 @@ from rlframe.losses.value import ValueLoss, ValuePrediction
 from rlframe.sessions import Session
 from rlframe.types import Batch
 
-VOCABULARY, START, LENGTH = 64, 50, 6
-ROUNDS, FLIP, BATCH, HELD_OUT, K = 80, 40, 32, 128, 2
-POLICY_LR, CRITIC_LR = 1e-3, 3e-3
+VOCABULARY, START, LENGTH = 16, 0, 6
+ROUNDS, FLIP, BATCH, HELD_OUT, K = 60, 30, 64, 128, 2
+POLICY_LR, CRITIC_LR = 3e-3, 3e-3
 ADVANTAGES = {"critic": "gae", "running mean": "running_mean"}
 TRACKED = 0.9
 """A critic has re-tracked where its held-out explained variance (mse form) is above this."""
@@ -103,7 +104,7 @@ def measured(policy: Session, critic: Session, held_out: Batch, flipped: bool) -
 
 def run(seed: int, data: str, arm: str, rounds: int = ROUNDS, flip: int = FLIP) -> Iterator[Row]:
     """One arm on one kind of data; a row before every round and after the last."""
-    backbone = load_backbone(warmup_steps=0, seed=seed)
+    backbone = random_backbone(seed, VOCABULARY)
     policy = make_session(backbone, "policy", POLICY_LR, seed, critic=False)
     critic = make_session(backbone, "critic", CRITIC_LR, seed + 1, critic=True)
     algorithm, running_mean = AlgorithmConfig(advantage=ADVANTAGES[arm]), RunningMean()

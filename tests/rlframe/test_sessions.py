@@ -300,6 +300,33 @@ def test_merging_never_drifts_the_base(models) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def test_a_snapshot_is_what_a_save_was_whatever_is_trained_before_it_is_written(session: Session, tmp_path: Path) -> None:
+    def train() -> None:
+        session.forward_backward(make_batch(), Value(), 1000)
+        session.optim_step(0.1)
+
+    train()
+    session.save(str(tmp_path / "saved"))
+    taken = session.snapshot()
+    train()
+    written = taken.write(tmp_path / "written")
+    session.save(str(tmp_path / "later"))
+    assert {path.name for path in written} == {"session.json", "replicated.safetensors"}
+    for path in written:
+        assert path.read_bytes() == (tmp_path / "saved" / path.name).read_bytes()
+        assert path.read_bytes() != (tmp_path / "later" / path.name).read_bytes()
+
+
+def test_an_adapter_does_not_load_over_another_base(models, session: Session, tmp_path: Path) -> None:
+    session.save(str(tmp_path / "saved"))
+    model = AutoModelForCausalLM.from_pretrained(models["tied"])
+    next(iter(model.parameters())).data[0, 0] += 1e-6
+    model.save_pretrained(tmp_path / "other")
+    other = load(str(tmp_path / "other"), None).create_session("actor", spec(value_head=True))
+    with pytest.raises(ConfigError, match="another base model"):
+        other.load(str(tmp_path / "saved"))
+
+
 def test_a_saved_session_only_loads_into_its_like(tied: Backbone, session: Session, tmp_path: Path) -> None:
     session.save(str(tmp_path / "saved"))
     other = tied.create_session("other", spec(value_head=True, lora={"rank": 5}))

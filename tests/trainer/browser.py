@@ -78,12 +78,6 @@ class Page:
         """``light`` or ``dark``, as the reader's system asks for."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
 
-    def picture(self, file: Path) -> None:
-        import base64
-
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(shot["data"]))
-
 
 @contextlib.contextmanager
 def page(profile: Path, width: int = 1200):

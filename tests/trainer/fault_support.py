@@ -54,3 +54,17 @@ class FaultyEpisode(Arithmetic.Episode):
 
 def on_node(node_id):
     return ray.is_initialized() and ray.get_runtime_context().get_node_id() == node_id
+
+
+class Hanging(Arithmetic):
+    """The first eight prompts are rewarded; the reward of any other never returns."""
+
+    def episode(self, prompt):
+        episode = super().episode(prompt)
+        if prompt.index >= 8:
+            episode.step = never
+        return episode
+
+
+async def never(action, finish):
+    await sleep(3600)

@@ -10,6 +10,7 @@ from pathlib import Path
 from rlframe.checks import check
 from rlframe.config import serves_other_weights
 from trainer import recovery
+from trainer.attempts import on_signal
 from trainer.checkpoints import Checkpoints
 from trainer.compose import compose
 from trainer.run import evaluator_config, make_controller, read_inputs
@@ -77,28 +78,33 @@ def done(value):
     return future
 
 
-def run(run_dir: Path, *overrides: str, resume: bool = False) -> list[dict]:
-    """Train and return the lines of ``metrics.jsonl``."""
+def run(
+    run_dir: Path, *overrides: str, resume: bool = False, signals: bool = False, worker: type[RolloutWorker] = RolloutWorker
+) -> list[dict]:
+    """Train with rollout workers of class ``worker`` and return the lines of ``metrics.jsonl``.
+
+    With ``signals``, SIGTERM stops it as it stops a real run.
+    """
     config = compose([f"run_dir={run_dir}", *SMALL, *overrides])
     check(config)
     for folder in ("logs", "rollouts", "checkpoints"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
-    asyncio.run(_attempt(config, run_dir, resume))
+    asyncio.run(_attempt(config, run_dir, resume, signals, worker))
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def rollout_group(config, inputs):
-    return RolloutGroup(config, lambda i: Handle(RolloutWorker(config, inputs.model_path, i)))
+def rollout_group(config, inputs, worker):
+    return RolloutGroup(config, lambda i: Handle(worker(config, inputs.model_path, i)))
 
 
-async def _attempt(config, run_dir, resume):
+async def _attempt(config, run_dir, resume, signals, worker):
     learner_module._node_ip = lambda: "127.0.0.1"
     inputs = read_inputs(config)
     checkpoint = Checkpoints(run_dir, config.checkpoint).newest()[0] if resume else None
     step = recovery.read_state(checkpoint)["step"] if checkpoint else -1
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
-    rollouts = rollout_group(config, inputs)
-    evaluators = rollout_group(evaluator_config(config), inputs) if serves_other_weights(config.rollout) else rollouts
+    rollouts = rollout_group(config, inputs, worker)
+    evaluators = rollout_group(evaluator_config(config), inputs, worker) if serves_other_weights(config.rollout) else rollouts
     learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None))])
     try:
         await asyncio.gather(*(group.start() for group in {rollouts, evaluators, learner}))
@@ -106,6 +112,8 @@ async def _attempt(config, run_dir, resume):
         if checkpoint:
             await learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
+        if signals:
+            on_signal(tracker, asyncio.current_task(), controller)
         await controller.run()
     finally:
         for group in {rollouts, evaluators, learner}:

@@ -1,11 +1,16 @@
 """The command line: instant help, one line for a refused setting, and a dry run that starts nothing."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from rlframe.config import ModelConfig
+from rlframe.models import resolve_model
 from trainer import cli
 from trainer.compose import load_yaml
 
@@ -65,6 +70,28 @@ def test_a_refusal_after_a_model_was_built_is_one_line_too(tmp_path):
     assert ended.stderr.startswith("rlframe: task.options.lowest is not an option")
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("actor.lora.targets=[q_proj,k_porj]", "lora.targets has 'k_porj', which no module of this model is called."),
+        ("actor.frozen_patterns=[self_atn]", "frozen_patterns has 'self_atn', but no parameter of the session"),
+        ("critic.frozen_patterns=[self_atn]", "frozen_patterns has 'self_atn', but no parameter of the session"),
+    ],
+)
+def test_sessions_that_the_model_cannot_have_are_refused_before_anything_starts(capsys, option, message):
+    code, out, err = run(capsys, "train", "--dry-run", UNTRAINED, "actor=lora", option)
+    assert (code, out) == (2, "") and message in err and err.strip().count("\n") == 0
+
+
+def test_a_quantised_model_is_refused_before_anything_starts(capsys, tmp_path):
+    folder = Path(resolve_model(ModelConfig(builder="tiny", build={"warmup_steps": 0})))
+    shutil.copytree(folder, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    code, out, err = run(capsys, "train", "--dry-run", f"model.path={tmp_path / 'model'}")
+    assert (code, out) == (2, "") and "holds a quantised model" in err
+
+
 def test_a_dry_run_shows_configuration_placement_and_memory_and_starts_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RLFRAME_CACHE", str(tmp_path / "cache"))
@@ -75,6 +102,7 @@ def test_a_dry_run_shows_configuration_placement_and_memory_and_starts_nothing(c
     config = load_yaml(tmp_path / "shown.yaml")
     assert (config.steps, config.algorithm.policy_loss) == (7, "dis")
     assert "1 x learner" in placement and "1 x rollout" in placement
+    assert "backbone 0" in placement and "critic_0" in placement
     assert "all processes together" in memory
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "shown.yaml"}
     ray = sys.modules.get("ray")

@@ -11,7 +11,7 @@ import pytest
 
 import trainer.compose as compose_module
 from rlframe.config import Config, ConfigError
-from trainer.compose import compose, config_hash, load_yaml, options, to_yaml
+from trainer.compose import compose, load_yaml, options, to_yaml
 from trainer.presets import configs_dir
 
 
@@ -160,7 +160,6 @@ def test_the_yaml_of_a_run_gives_the_same_config_back(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
     assert load_yaml(path) == config
-    assert config_hash(load_yaml(path)) == config_hash(config) != config_hash(compose(["algorithm=sao"]))
 
 
 def test_a_resumed_run_may_change_single_settings_but_no_group(tmp_path):
@@ -216,6 +215,7 @@ def test_an_installed_wheel_carries_its_configs(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
+    assert {file.suffix for file in (site / "trainer" / "page").iterdir()} == {".html", ".css", ".js"}
     (site / "configs").mkdir()  # a stranger's folder of that name beside the packages must not be taken
     code = (
         "import rlframe; from trainer.compose import compose;"

@@ -1,12 +1,16 @@
 """The whole method on the reference sampler: every preset trains, runs repeat to the bit, a resumed run goes on."""
 
 import math
+import pickle
+from copy import deepcopy
+from typing import ClassVar
 
 import pytest
 from local import run
 
 from trainer import glossary
 from trainer.compose import configs_dir
+from workers.rollout.worker import RolloutWorker
 
 PRESETS = sorted(path.stem for path in (configs_dir() / "algorithm").glob("*.yaml"))
 TIMES = ("time/", "perf/", "idle/")
@@ -73,12 +77,71 @@ def test_value_pretraining_leaves_the_actor_where_it_is(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_critic_takes_k_steps_for_each_of_the_actor_also_while_the_actor_waits(tmp_path):
+    """Optimiser steps are read off two linear warm-ups: step n of 100 has the rate n / 100."""
+    warm = [f"{role}.optim.{key}" for role in ("actor", "critic") for key in ("warmup_steps=100", "lr=1e-3")]
+    rows = run(tmp_path, *warm, "critic.updates_per_step=3", "critic.warmup_steps=1")[1:]
+    assert [row["critic/lr"] for row in rows] == pytest.approx([3e-5, 6e-5, 9e-5])
+    assert [row.get("actor/lr") for row in rows] == [None, pytest.approx(1e-5), pytest.approx(2e-5)]
+
+
+@pytest.mark.slow
 def test_asynchronous_resume_trains_every_prompt_once(tmp_path):
     options = ["max_staleness=2", "checkpoint.every=1"]
     run(tmp_path, *options, "steps=2")
     rows = run(tmp_path, *options, "steps=4", resume=True)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["off_policy/in_flight"] <= 3 * 8
+
+
+class Recorder(RolloutWorker):
+    """Notes of every weight update its version, its checksum, and how many bytes of it are not plain array memory."""
+
+    updates: ClassVar[list] = []
+
+    async def update_weights(self, update, *places):
+        checksum = await super().update_weights(update, *places)
+        in_band = len(pickle.dumps(update, protocol=5, buffer_callback=lambda buffer: None))
+        self.updates.append((update.version, checksum, update.mode, in_band / len(update.tensors)))
+        return checksum
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "options"), [("merged", ["actor=lora"]), ("adapter", ["actor=lora"]), ("full", ["actor=full"])]
+)
+def test_every_version_reaches_the_sampler_as_flat_arrays_and_is_told_by_its_checksum(tmp_path, mode, options):
+    Recorder.updates = []
+    run(tmp_path, *options, f"rollout.weight_sync={mode}", worker=Recorder)
+    versions, checksums, modes, in_band = zip(*Recorder.updates, strict=True)
+    assert versions == (0, 1, 2, 3) and set(modes) == {mode}
+    assert len(set(checksums)) == 4
+    assert max(in_band) < 500, "bytes a tensor beside its memory: nothing grows with the number of its elements"
+
+
+class Deaf(RolloutWorker):
+    """Goes on serving the first weights that it got."""
+
+    async def update_weights(self, update, *places):
+        self.first = getattr(self, "first", None) or deepcopy(update)  # without processes its arrays are the actor's own
+        return await super().update_weights(self.first, *places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["merged", "adapter"])
+def test_an_adapter_that_never_reaches_the_sampler_ends_the_run(tmp_path, mode):
+    with pytest.raises(ExceptionGroup) as failure:
+        run(tmp_path, "actor=lora", f"rollout.weight_sync={mode}", worker=Deaf)
+    assert "serves weights with checksum" in str(failure.value.exceptions[0]) and "version 1" in str(
+        failure.value.exceptions[0]
+    )
+
+
+@pytest.mark.slow
+def test_a_reorder_window_keeps_the_bound(tmp_path):
+    rows = run(tmp_path, "reorder_window=8", "rollout.max_concurrency=3", "steps=5")
+    assert max(row["off_policy/max"] for row in rows[1:]) <= 2
+    assert all(row["off_policy/in_flight"] <= 16 for row in rows[1:])
 
 
 @pytest.mark.slow

@@ -7,18 +7,20 @@ import os
 import local
 import pytest
 import ray
-from processes import alive, wait_for
+from processes import PATIENCE_S, alive, wait_for
 from ray.cluster_utils import Cluster
 from test_controller import numbers
 
 from rlframe.checks import check
 from trainer.compose import compose
+from trainer.placement import plan
 from trainer.run import make_controller, read_inputs
 from trainer.tracking import Tracker
 from workers.group import LearnerGroup
+from workers.pools import reserve
 from workers.rollout.group import RolloutGroup
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # also of a machine that does much else
 OPTIONS = [
     "steps=5",
     "max_staleness=0",
@@ -42,6 +44,10 @@ class Patient(LearnerGroup):
         return await super().values(batch)
 
 
+def pool(request):
+    return reserve([request], PATIENCE_S, lambda: None)[request.name]
+
+
 def run_on(cluster, run_dir, marks):
     """A job on a cluster that has room for the learner and one rollout worker on its head, and a node for the other."""
     config = compose([f"run_dir={run_dir}", *local.SMALL, *OPTIONS, f"task.options.marks={marks}"])
@@ -52,14 +58,15 @@ def run_on(cluster, run_dir, marks):
 
     async def attempt():
         inputs = read_inputs(config)
-        tracker = Tracker(config, run_dir, inputs.tokenizer)
-        learner = Patient.launch(config, inputs.model_path, str(run_dir / "logs"))
+        tracker = Tracker(config, run_dir, inputs.tokenizer, -1)
+        requests = {group.name: group for group in plan(config).groups}
+        learner = Patient.launch(config, inputs.model_path, str(run_dir / "logs"), pool(requests["learner"]))
         await learner.start()
         doomed = cluster.add_node(num_cpus=1)
         (marks / "doomed").write_text(doomed.node_id)
-        rollouts = RolloutGroup.launch(config, inputs.model_path, str(run_dir / "logs"))
+        rollouts = RolloutGroup.launch(config, inputs.model_path, str(run_dir / "logs"), pool(requests["rollout"]))
         await rollouts.start()
-        controller = make_controller(config, inputs, run_dir, rollouts, learner, tracker)
+        controller = make_controller(config, inputs, run_dir, rollouts, rollouts, learner, tracker)
 
         async def replace_node():
             await asyncio.to_thread(wait_for, (marks / "reached").exists)

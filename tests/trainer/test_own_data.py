@@ -1,6 +1,7 @@
 """A user's own prompts and rewards through whole runs: learning data, a reward that fails, and a prompt that is too long."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -50,9 +51,14 @@ def test_a_run_on_a_prompt_file(user_folder):
 
 
 @pytest.mark.slow
-def test_a_run_on_countdown(user_folder):
-    rows = run(user_folder / "run", "task=countdown", UNTRAINED, "steps=1", "rollout.max_new_tokens=12")
-    assert "eval/countdown/reward" in rows[0] and "reward/countdown/mean" in rows[1]
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [("countdown", ["task.options.problems=20"]), ("wordle", ["task.options.guesses=2", "rollout.max_model_len=96"])],
+)
+def test_a_run_on_a_task_of_one_or_several_turns(user_folder, name, turns):
+    rows = run(user_folder / "run", f"task={name}", *turns, UNTRAINED, "steps=1", "rollout.max_new_tokens=12")
+    assert f"eval/{name}/reward" in rows[0] and f"reward/{name}/mean" in rows[1]
+    assert rows[1]["response_length/max"] <= 12 * (2 if name == "wordle" else 1) and math.isfinite(rows[1]["critic/value_loss"])
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_the_pins_satisfy_what_the_project_declares():
     declared = [
         *PROJECT["build-system"]["requires"],
         *PROJECT["project"]["dependencies"],
-        *(requirement for extra in ("train", "vllm-cpu", "dev") for requirement in extras[extra]),
+        *(requirement for extra in ("train", "vllm-cpu", "math", "reasoning-gym", "dev") for requirement in extras[extra]),
     ]
     for requirement in map(Requirement, declared):
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement

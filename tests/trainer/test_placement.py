@@ -46,6 +46,21 @@ def test_a_full_weights_critic_has_its_own_backbone():
     assert backbones(job(critic="full")) == [(False, ("actor",)), (True, ("critic_0",))]
 
 
+@pytest.mark.parametrize(
+    ("actor", "lines"),
+    [
+        ("lora", ["backbone 0 (frozen, whole on its rank): actor, critic_0"]),
+        (
+            "full",
+            ["backbone 0 (all weights train, whole on its rank): actor", "backbone 1 (frozen, whole on its rank): critic_0"],
+        ),
+    ],
+)
+def test_the_description_shows_which_sessions_share_a_backbone(actor, lines):
+    shown = [line.strip() for line in plan(job(actor=actor)).describe().splitlines()]
+    assert [line for line in shown if line.startswith("backbone")] == lines
+
+
 def test_without_gae_there_is_no_critic():
     config = job(advantage="running_mean")
     assert backbones(config) == [(False, ("actor",))]
@@ -93,6 +108,16 @@ def test_an_engine_that_no_node_can_hold_is_refused_although_the_cluster_has_eno
         "since an actor does not span nodes (a: 8 CPU, 2 GPU; b: 8 CPU, 2 GPU); ask for smaller actors or fewer."
     )
     asked.check_cluster({"a": {"CPU": 1.0}, "b": {"CPU": 1.0, "GPU": 4.0}})
+
+
+def test_one_and_a_half_gpus_are_refused_and_half_a_gpu_is_not():
+    config = job()
+    config.cluster.address = "auto"
+    config.rollout.gpus = 0.5
+    assert plan(config).gpus == 0.5
+    config.rollout.gpus = 1.5
+    with pytest.raises(ConfigError, match=r"^rollout\.gpus=1\.5 is not possible"):
+        plan(config)
 
 
 def every_way(a: int, b: int, nodes: int):

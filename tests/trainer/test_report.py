@@ -73,6 +73,8 @@ def make_run(run_dir, rise: float, lr: float):
     with (run_dir / "metrics.jsonl").open("w") as file:
         for step in range(41):
             metrics = {"step": step, "reward/mean": rise * step, "off_policy/max": min(step, 2), "time/values": 0.5}
+            if rise == 0.01 and step:
+                metrics |= {"time/step": 2.0, "perf/accepted_tokens_per_s": 50.0}
             metrics |= {"critic/explained_variance": None if step == 3 else step / 50, "rollout_corr/k3_kl": 0.001}
             if step % 20 == 0:
                 metrics["eval/arithmetic/reward"] = rise * step
@@ -112,6 +114,8 @@ def test_the_page_holds_the_numbers_and_nothing_of_it_can_end_a_script(runs, cap
     assert [sample["step"] for sample in run["samples"]] == [10, 20]
     assert run["samples"][0]["rows"][0]["tokens"]["piece"][2:] == NASTY
     assert run["config"]["actor.optim.lr"] == "1e-05" and run["config"]["task.options.api_key"] == "***"
+    assert run["axes"]["seconds"] == [steps, [2 * step for step in steps]]
+    assert run["axes"]["tokens"] == [steps, [100 * step for step in steps]]
     assert run["summary"] == [40, 0, 0.4, 0.4, pytest.approx(0.355), pytest.approx(0.71), 0.001, 2]
 
 
@@ -172,7 +176,7 @@ def test_in_a_browser(runs, tmp_path):
         tab.run("document.querySelector('#legend input').click()")
         assert tab.run(paths) == 1
         tab.run("document.querySelector('#legend input').click()")
-        assert tab.run("document.querySelectorAll('#charts figure').length") == 5
+        assert tab.run("document.querySelectorAll('#charts figure').length") == 7
         tab.run("document.querySelector('#others').open = true; new Promise((r) => setTimeout(r))")
         assert tab.run("[...document.querySelectorAll('#others figure')].map((e) => e.dataset.metric)") == ["time/values"]
 
@@ -185,6 +189,15 @@ def test_in_a_browser(runs, tmp_path):
         assert tab.run("[...document.querySelectorAll('#tip td.number')].map((e) => Number(e.textContent))") == pytest.approx(
             [0.01 * step, 0.02 * step]
         )
+
+        # Over seconds only the run that measured them is left; over steps it is at the same place as before.
+        choose = "(() => {{ const s = document.querySelector('{}'); s.value = '{}'; s.dispatchEvent(new Event('change')); }})()"
+        tab.run(choose.format("#axis", "seconds"))
+        assert tab.run(paths) == 1
+        tab.hover('figure[data-metric="reward/mean"] svg')
+        assert tab.run("document.querySelector('#tip').textContent") == "seconds 34a&b0.17"
+        tab.run(choose.format("#axis", "step"))
+        assert tab.run(paths) == 2
 
         # Tokens are text, whatever they say; a token's numbers appear under the mouse.
         pieces = tab.run("[...document.querySelectorAll('.tokens .sampled')].map((e) => e.textContent)")
@@ -206,10 +219,7 @@ def test_in_a_browser(runs, tmp_path):
         }
         background = "getComputedStyle(document.querySelectorAll('.tokens .sampled')[0]).backgroundColor"
         by_advantage = tab.run(background)
-        tab.run(
-            "(() => { const s = document.querySelector('[aria-label=\"Colour by\"]'); s.value = 'value';"
-            "s.dispatchEvent(new Event('change')); })()"
-        )
+        tab.run(choose.format('[aria-label="Colour by"]', "value"))
         assert tab.run(background) != by_advantage
         tab.run("document.querySelectorAll('.list button')[1].click()")
         assert "reward 1," in tab.run("document.querySelector('.viewer .note').textContent")

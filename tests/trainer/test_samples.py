@@ -166,7 +166,12 @@ def test_a_terminal_never_obeys_a_token(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_writes_them_and_the_terminal_shows_them(tmp_path):
-    run(tmp_path, "max_staleness=0", "rollout.temperature=0.7", "log.rollouts_every=1", "log.rollouts_count=3", "steps=2")
+    options = ["max_staleness=0", "rollout.temperature=0.7", "log.rollouts_count=3", "steps=2"]
+    watched = run(tmp_path, *options, "log.rollouts_every=1")
+    unwatched = run(tmp_path / "unwatched", *options, "log.rollouts_every=0")
+    for row, other in zip(watched, unwatched, strict=True):
+        for name in row.keys() - {name for name in row if name.startswith(("time/", "perf/", "idle/"))}:
+            assert row[name] == other[name], f"{name}: looking changed what is trained"
     assert list(samples.sampled_steps(tmp_path)) == [1, 2]
     rows = samples.read(samples.sampled_steps(tmp_path)[2])
     assert [row["reward"] for row in rows] == sorted(row["reward"] for row in rows)

@@ -1,10 +1,12 @@
 """wandb, for real and offline: what two attempts of one run leave for ``wandb sync``, read back from their files."""
 
+import contextlib
 import json
 import sys
 
 import numpy as np
 import pytest
+import wandb
 from wandb_file import wandb_files
 
 from rlframe.types import Batch, Trajectory
@@ -40,25 +42,19 @@ def sample() -> Sample:
     return Sample(batch, logprobs=np.array([0, 0, -1.0, -2.0 + np.log(2)], np.float32), entropy=np.zeros(4, np.float32))
 
 
-def attempt(config, run_dir, resumed_from, steps, wandb_id=None, fails=False):
-    tracker = Tracker(config, run_dir, Letters(), resumed_from, wandb_id)
-    try:
-        for step in steps:
-            metrics = {"reward/mean": step / 10, "actor/grad_norm": float("nan") if step == 2 else 1.0}
-            if step % 2 == 0:
-                metrics["eval/arithmetic/reward"] = [0.1, 0, 0.9, 0, 0.4, 0, 0.6][step]
-            tracker.log(step, metrics, sample() if step == 3 else None)
-        if fails:
-            raise RuntimeError
-    except RuntimeError:
-        pass
-    else:
-        tracker.close()
-        return tracker.wandb_id
-    try:
-        raise RuntimeError
-    except RuntimeError:
-        tracker.close()
+def attempt(config, run_dir, resumed_from, steps, fails=False):
+    tracker = Tracker(config, run_dir, Letters(), resumed_from)
+    with contextlib.suppress(RuntimeError):
+        try:
+            for step in steps:
+                metrics = {"reward/mean": step / 10, "actor/grad_norm": float("nan") if step == 2 else 1.0}
+                if step % 2 == 0:
+                    metrics["eval/arithmetic/reward"] = [0.1, 0, 0.9, 0, 0.4, 0, 0.6][step]
+                tracker.log(step, metrics, sample() if step == 3 else None)
+            if fails:
+                raise RuntimeError
+        finally:
+            tracker.close()
     return tracker.wandb_id
 
 
@@ -72,10 +68,11 @@ def attempts(tmp_path_factory):
     config.rollout.engine_args = {"hf_token": SECRET, "seed_of_kv": 3}
     argv, sys.argv = sys.argv, ["rlframe", "train", f"rollout.engine_args.hf_token={SECRET}"]
     try:
-        first = attempt(config, run_dir, 0, range(5), fails=True)
-        second = attempt(config, run_dir, 2, range(3, 7), first)
+        first = attempt(config, run_dir, -1, range(5), fails=True)
+        second = attempt(config, run_dir, 2, range(3, 7))
     finally:
         sys.argv = argv
+    wandb.teardown()  # waits for wandb's own process, which writes the files
     assert first == second
     return run_dir, first, wandb_files(run_dir)
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlframe.advantages import compute_advantages
+from rlframe.config import AlgorithmConfig
 from rlframe.models import resolve_model
 from rlframe.types import Batch, Trajectory
 from trainer.compose import compose
@@ -86,6 +88,26 @@ def test_an_ensemble_gives_the_mean_of_its_members(rank):
     members = [own_values(learner, name) for name in learner.critic.sessions]
     assert np.abs(members[0] - members[1]).max() > 1e-6, "members start from different factors"
     np.testing.assert_allclose(learner.values(BATCH)[0], np.mean(members, axis=0), atol=1e-6)
+
+
+def test_a_cut_trajectory_is_worth_what_the_critics_say_after_its_last_token(rank):
+    """Without rewards every return is the bootstrap; that is the value before a token which would have come next."""
+    learner = rank("critic.ensemble=2", "critic.optim.warmup_steps=0", "critic.optim.lr=1e-2")
+    learner.update_critic(BATCH)
+    cut = trajectory(3, "arithmetic", 8, finish="length")
+    longer = trajectory(3, "arithmetic", 9)
+    longer.tokens[:8] = cut.tokens
+    cut.rewards[:] = 0
+    batch, ended = (Batch.from_trajectories([cut, trajectory(4, "arithmetic", 6, finish=f)]) for f in ("stop", "length"))
+    ended.rewards[:] = 0
+    batch.rewards[:] = 0
+    after = learner.values(Batch.from_trajectories([longer]))[0][8]
+    for each, second in ((batch, False), (ended, True)):
+        each.values, each.bootstrap = learner.values(each)
+        compute_advantages(each, AlgorithmConfig(advantage="gae", gamma=1.0, lambda_critic=1.0))
+        assert abs(after) > 1e-3
+        np.testing.assert_allclose(each.returns[3:8], after, atol=1e-6)
+        np.testing.assert_allclose(each.returns[8:][3:], each.bootstrap[1] if second else 0, atol=1e-6)
 
 
 def test_each_environment_has_its_own_critic(rank):

@@ -7,6 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from engine_support import MAX_MODEL_LEN, alignment_error, dense_logprobs, perturbed, save, tiny_model, update_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rollout_support import OBSERVATION, STOPS, Scripted, config_of, prompts_of
 
 from workers.rollout.engine import SamplingParams
@@ -111,3 +113,31 @@ def test_an_aborted_turn_goes_on_within_its_budget_and_its_arrays_keep_step(path
         completion, **{n: getattr(completion, n)[first:] for n in ("ids", "logprobs", "head_ids", "head_logprobs", "versions")}
     )
     assert alignment_error(new, np.concatenate([prompt, completion.ids[:first]]), later, 1.0) < 1e-4
+
+
+@settings(max_examples=15, deadline=None)
+@given(aborts=st.lists(st.integers(1, 12), max_size=4), budget=st.integers(1, 30), stops=st.booleans())
+def test_however_often_a_turn_is_aborted_its_rows_keep_step_and_its_budget_holds(path, aborts, budget, stops):
+    """``aborts``: tokens sampled between one abort and the next, as far as the budget allows."""
+    engine, prompt = TorchEngine(path, max_model_len=MAX_MODEL_LEN), prompts_of(1)[0].tokens
+    params = SamplingParams(max_new_tokens=budget, logprobs=3, seed=7, stop_token_ids=STOPS if stops else ())
+    before = replace(params)
+
+    async def turn():
+        running = asyncio.create_task(sample_turn(engine, prompt, params))
+        for version, tokens in enumerate(aborts, 1):
+            await engine.generate(prompt, SamplingParams(max_new_tokens=tokens))
+            await engine.pause("abort")
+            await engine.load_weights(update_of(BASE, version))
+            await engine.resume()
+        return await running
+
+    completion = asyncio.run(turn())
+    n = len(completion.ids)
+    rows = {len(getattr(completion, name)) for name in ("logprobs", "head_ids", "head_logprobs", "versions")}
+    assert rows == {n} and 1 <= n <= budget
+    stopped = stops and int(completion.ids[-1]) in STOPS
+    assert completion.finish == ("stop" if stopped else "length") and (stopped or n == budget)
+    assert (np.diff(completion.versions) >= 0).all()
+    assert alignment_error(BASE, prompt, completion, 1.0) < 1e-4
+    assert params == before

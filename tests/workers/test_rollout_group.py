@@ -181,6 +181,16 @@ def test_an_evaluation_whose_worker_dies_is_done_by_another(path):
     assert prompts == ["p0", "p2", "p1", "p3"] and up == [1]
 
 
+def test_an_evaluation_without_anybody_to_bring_workers_back_says_so(path):
+    async def use(group, actors):
+        for actor in actors:
+            await actor.engine.close()
+        with pytest.raises(WorkerLost, match="No worker is up"):
+            await group.evaluate(prompts_of(4), SamplingParams(max_new_tokens=3, temperature=0.0), wait=False)
+
+    with_group(path, use)
+
+
 def test_a_worker_that_was_restarted_too_often_has_no_restarts_left(path):
     async def use(group, actors):
         left = []

@@ -91,6 +91,21 @@ def test_failing_and_hanging_episodes_are_reported_and_leave_the_others_alone(pa
     assert stats["failed"] == 2 and stats["timeouts"] == 1 and stats["in_flight"] == 0
 
 
+def test_an_engine_that_hangs_is_told_from_an_episode_that_is_slow(path):
+    """Nothing is said about the prompts of a hanging engine: they are not at fault, and are issued again elsewhere."""
+
+    async def use(worker):
+        await worker.engine.pause()
+        worker.engine._closed = True  # nobody is told: requests hang, and only a question for its health finds out
+        await worker.submit(prompts_of(2), [0, 1], 1, PARAMS)
+        while not (collected := await worker.collect(5.0)).engine_fault:
+            assert not collected.failures
+        return collected
+
+    collected = with_worker(path, use, timeout_s=1.0)
+    assert "closed" in collected.engine_fault and not collected.failures and not collected.slots
+
+
 def test_an_empty_wait_returns_nothing_in_time(path):
     async def use(worker):
         return await worker.collect(0.05)

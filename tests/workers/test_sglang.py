@@ -5,17 +5,22 @@ What every engine owes is in `test_engine_contract.py`; the real server's proces
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from engine_support import MAX_MODEL_LEN, alignment_error, apply, perturbed, prompt_of, save, tiny_model, update_of
 from rollout_support import config_of, model_folder, prompts_of
+from safetensors.torch import load_file
 from sglang_wire_server import WireServer
 from test_engine_adapter import RANK, adapted, adapter_update
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch
-from workers.rollout.engine import EngineDeadError, SamplingParams
+from workers.rollout.engine import EngineDeadError, SamplingParams, WeightUpdate
 from workers.rollout.sglang import SGLangEngine
+from workers.rollout.sglang_weights import check_update, weights_folder
 from workers.rollout.sglang_wire import completion_of, server_flags
 from workers.rollout.worker import RolloutWorker
 
@@ -165,6 +170,27 @@ def test_a_worker_runs_its_episodes_on_a_server_through_an_update(tmp_path):
     batch = asyncio.run(work())
     versions = batch.versions[batch.action_mask]
     assert set(versions.tolist()) == {0, 1}
+
+
+def test_weights_that_sglang_would_pass_over_are_refused_first(path):
+    good = update_of(BASE, 1, "merged", ("q_proj",))
+    name = next(iter(good.tensors))
+    for tensors, message in (
+        ({"model.layers.9.self_attn.q_proj.weight": good.tensors[name]}, r"unknown \['model\.layers\.9"),
+        ({name: good.tensors[name][:-1]}, r"q_proj.* as \(127, 64\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_update(replace(good, tensors=tensors), path, tied=True)
+    check_update(good, path, tied=True)
+    check_update(update_of(BASE, 1, "full"), path, tied=True)
+
+
+def test_bfloat16_weights_pass_through_a_folder_that_is_gone_afterwards(tmp_path):
+    held = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    update = WeightUpdate(1, "merged", {"w": held.view(torch.uint16).numpy()}, dtype="bfloat16")
+    with weights_folder(update, str(tmp_path)) as folder:
+        assert torch.equal(load_file(Path(folder, "model.safetensors"))["w"], held)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

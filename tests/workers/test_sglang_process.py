@@ -4,6 +4,7 @@ Needs SGLang (`make test-sglang`), which cannot be installed beside vLLM.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -42,8 +43,13 @@ def path(tmp_path_factory):
 
 
 def group(pid):
-    """The processes of a server."""
-    return [p for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE and os.getpgid(p.pid) == pid]
+    """The processes of a server that still run."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it may end while it is looked at
+            if os.getpgid(process.pid) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
 
 
 def scheduler_of(pid):

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.verb == "status":
         print("  ".join(part for part in cluster.status(job_id) if part))
     elif arguments.verb == "stop":
-        print("stopping after this step; a checkpoint is written" if cluster.stop(job_id) else "it has ended already")
+        print("stopping; a checkpoint is written" if cluster.stop(job_id) else "it has ended already")
     elif arguments.follow:
         return follow(cluster, job_id)
     else:

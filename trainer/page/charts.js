@@ -5,6 +5,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const WIDTH = 380, HEIGHT = 190, LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 22;
 const hiddenRuns = new Set();
 let smoothing = 0;
+let axis = "step";
 let redrawers = [];
 
 function element(tag, attributes = {}, ...children) {
@@ -79,6 +80,13 @@ function nearest(steps, step) {
   return low > 0 && step - steps[low - 1] < steps[low] - step ? low - 1 : low;
 }
 
+// Where the steps of a run lie on the chosen axis.
+function along(run, steps) {
+  if (axis === "step") return steps;
+  const [known, totals] = run.axes[axis];
+  return steps.map((step) => (known.length ? totals[nearest(known, step)] : NaN)).filter(Number.isFinite);
+}
+
 function chart(key) {
   const meaning = DATA.meanings[key] || "";
   const figure = element("figure", { "data-metric": key }, element("figcaption", {}, element("b", {}, key), meaning));
@@ -89,10 +97,12 @@ function chart(key) {
   function draw() {
     svg.replaceChildren();
     lines = DATA.runs
-      .map((run, i) => ({ name: run.name, colour: runColour(i), i, series: run.metrics[key] }))
-      .filter((line) => line.series && line.series[0].length && !hiddenRuns.has(line.i));
+      .map((run, i) => ({ name: run.name, colour: runColour(i), i, run, series: run.metrics[key] }))
+      .filter((line) => line.series && !hiddenRuns.has(line.i))
+      .map((line) => ({ ...line, x: along(line.run, line.series[0]) }))
+      .filter((line) => line.x.length);
     if (!lines.length) return;
-    const xs = lines.flatMap((line) => [line.series[0][0], line.series[0].at(-1)]);
+    const xs = lines.flatMap((line) => [line.x[0], line.x.at(-1)]);
     let x0 = Math.min(...xs), x1 = Math.max(...xs), y0 = Infinity, y1 = -Infinity;
     for (const line of lines) for (const y of line.series[1]) { y0 = Math.min(y0, y); y1 = Math.max(y1, y); }
     if (x0 === x1) { x0 -= 1; x1 += 1; }
@@ -107,7 +117,7 @@ function chart(key) {
     }
     for (const x of ticks(x0, x1, 5)) svg.append(shape("text", { x: px(x), y: HEIGHT - 6, "text-anchor": "middle" }, format(x)));
     for (const line of lines) {
-      const [steps, values] = line.series;
+      const steps = line.x, values = line.series[1];
       const path = (numbers) => "M" + numbers.map((y, k) => px(steps[k]).toFixed(1) + "," + py(y).toFixed(1)).join("L");
       const stroke = line.colour;
       const raw = shape("path", { class: smoothing ? "raw faint" : "raw", d: path(values) });
@@ -132,13 +142,13 @@ function chart(key) {
     if (!lines.length) return;
     const box = svg.getBoundingClientRect();
     const step = toStep((event.clientX - box.left) / box.width);
-    const rows = lines.map((line) => [line, nearest(line.series[0], step)]);
-    const closest = rows.map(([line, k]) => line.series[0][k]).reduce((a, b) => (Math.abs(a - step) <= Math.abs(b - step) ? a : b));
+    const rows = lines.map((line) => [line, nearest(line.x, step)]);
+    const closest = rows.map(([line, k]) => line.x[k]).reduce((a, b) => (Math.abs(a - step) <= Math.abs(b - step) ? a : b));
     const cross = svg.querySelector(".cross"), x = svg.toPixel(closest);
     for (const [name, value] of [["x1", x], ["x2", x], ["visibility", "visible"]]) cross.setAttribute(name, value);
-    showTip(event.clientX, event.clientY, "step " + format(closest), rows.map(([line, k]) => {
-      const at = line.series[0][k];
-      return [line.name, format(line.series[1][k]) + (at === closest ? "" : " (step " + at + ")"), line.colour];
+    showTip(event.clientX, event.clientY, axis + " " + format(closest), rows.map(([line, k]) => {
+      const at = line.x[k];
+      return [line.name, format(line.series[1][k]) + (at === closest ? "" : " (" + axis + " " + format(at) + ")"), line.colour];
     }));
   });
   svg.addEventListener("pointerleave", () => { hideTip(); svg.querySelector(".cross")?.setAttribute("visibility", "hidden"); });
@@ -170,6 +180,8 @@ function drawControls() {
     swatch.style.background = runColour(i);
     document.getElementById("legend").append(element("label", {}, box, swatch, run.name));
   });
+  const select = document.getElementById("axis");
+  select.addEventListener("change", () => { axis = select.value; redraw(); });
   const slider = document.getElementById("smoothing");
   slider.addEventListener("input", () => {
     smoothing = Number(slider.value);

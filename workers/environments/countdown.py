@@ -83,7 +83,7 @@ class Countdown:
         self.options = read_options(CountdownOptions, task.options, self.name)
         self.tokenizer, self.chat_template, self.eval_size = tokenizer, task.chat_template, eval_size
         self.stop_token_ids, self.max_turns = stop_token_ids(tokenizer), self.options.attempts
-        self.replies = Replies(tokenizer, bool(task.chat_template))
+        self.replies = Replies(tokenizer, bool(task.chat_template) and self.options.attempts > 1)
         self._split: tuple[list[Problem], list[Problem]] | None = None
 
     def train_prompts(self) -> Sequence[Problem]:

@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from workers.rollout.nccl import Stream
+
 PauseMode = Literal["keep", "abort"]
 
 
@@ -70,6 +72,8 @@ class WeightUpdate:
     """Torch dtype of the tensors: ``float32``, ``bfloat16`` or ``float16``."""
     adapter: dict | None = None
     """For ``adapter``: the PEFT ``LoraConfig`` as a dictionary (r, lora_alpha, target_modules, ...)."""
+    stream: Stream | None = None
+    """Where the tensors come from if they are not in ``tensors``."""
 
 
 class Engine(Protocol):

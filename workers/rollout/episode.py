@@ -93,6 +93,24 @@ def _join(parts: list[Completion]) -> Completion:
     return Completion(**arrays, finish="length" if parts[-1].finish == "abort" else parts[-1].finish)
 
 
+def _check_room(prompt: Prompt, max_model_len: int) -> None:
+    if len(prompt.tokens) >= max_model_len:
+        raise ValueError(
+            f"Prompt {prompt.id!r} has {len(prompt.tokens)} tokens, which leaves no room in "
+            f"rollout.max_model_len={max_model_len}."
+        )
+
+
+def _of_turn(params: SamplingParams, environment: Environment, turn: int, room: int) -> SamplingParams:
+    """How one turn is sampled, with ``room`` tokens left for the episode."""
+    return replace(
+        params,
+        max_new_tokens=min(params.max_new_tokens, room),
+        stop_token_ids=tuple(environment.stop_token_ids),
+        seed=None if params.seed is None else derive_seed(params.seed, turn),
+    )
+
+
 async def run_episode(
     engine: Engine,
     environment: Environment,
@@ -118,24 +136,14 @@ async def run_episode(
     Raises:
         ValueError: the prompt leaves no room for a single token.
     """
-    if len(prompt.tokens) >= max_model_len:
-        raise ValueError(
-            f"Prompt {prompt.id!r} has {len(prompt.tokens)} tokens, which leaves no room in "
-            f"rollout.max_model_len={max_model_len}."
-        )
+    _check_room(prompt, max_model_len)
     episode = environment.episode(prompt)
     metadata: dict[str, Any] = {}
     rows: _Rows | None = None
     tokens = np.asarray(prompt.tokens, dtype=np.int32)
     finish: Finish = "length"
     for turn in range(environment.max_turns):
-        request = replace(
-            params,
-            max_new_tokens=min(params.max_new_tokens, max_model_len - len(tokens)),
-            stop_token_ids=tuple(environment.stop_token_ids),
-            seed=None if params.seed is None else derive_seed(params.seed, turn),
-        )
-        completion = await sample_turn(engine, tokens, request)
+        completion = await sample_turn(engine, tokens, _of_turn(params, environment, turn, max_model_len - len(tokens)))
         result = await episode.step(completion.ids, completion.finish)
         if rows is None:
             rows = _Rows(completion.head_ids.shape[1])

@@ -105,16 +105,18 @@ class RolloutGroup:
         if not up:
             return
         queue, self._queue = self._queue, {}
-        shares: dict[int, list[int]] = {}
+        shares: dict[int, dict[int, Prompt]] = {}
         for slot, prompt in queue.items():
             worker = min(up, key=lambda w: len(w.in_flight))
             worker.in_flight[slot] = prompt
-            shares.setdefault(worker.index, []).append(slot)
-        await asyncio.gather(*(self._submit(self.workers[i], slots) for i, slots in shares.items()))
+            shares.setdefault(worker.index, {})[slot] = prompt
+        await asyncio.gather(*(self._submit(self.workers[i], self.workers[i].restarts, share) for i, share in shares.items()))
 
-    async def _submit(self, worker: Supervised, slots: list[int]) -> None:
+    async def _submit(self, worker: Supervised, restarts: int, share: dict[int, Prompt]) -> None:
+        if worker.restarts != restarts:
+            return  # lost before this ran: `reissue` has taken the share back, and the actor now there must not get it too
         with contextlib.suppress(WorkerLost):  # `collect` sees the loss too
-            await worker.call("submit", [worker.in_flight[slot] for slot in slots], slots, *self._terms)
+            await worker.call("submit", list(share.values()), list(share), *self._terms)
 
     async def collect(self, worker: int) -> Collected:
         """What one worker has finished; waits a while if there is nothing.
@@ -151,7 +153,15 @@ class RolloutGroup:
 
     async def update_weights(self, update: Any, workers: Iterable[int]) -> dict[int, str]:
         """Serve new weights on ``workers``; the checksums of what each of them now serves, without those that are lost."""
-        return await self._each("update_weights", update, workers=workers)
+        order = list(workers)
+
+        async def ask(place: int, i: int) -> list[tuple[int, str]]:
+            with contextlib.suppress(WorkerLost):
+                return [(i, await self.workers[i].call("update_weights", update, place, len(order)))]
+            return []
+
+        answers = await asyncio.gather(*(ask(place, i) for place, i in enumerate(order)))
+        return dict(pair for pairs in answers for pair in pairs)
 
     async def probe(self, tokens: np.ndarray, k: int, workers: Iterable[int]) -> dict[int, Completion]:
         """The log-probabilities of a fixed prompt on each of ``workers``, without those that are lost."""
@@ -164,22 +174,32 @@ class RolloutGroup:
         self._admission.set()
         await self._send()
 
-    async def evaluate(self, prompts: list[Prompt], sampling: SamplingParams) -> Batch:
+    async def evaluate(self, prompts: list[Prompt], sampling: SamplingParams, wait: bool = True) -> Batch:
         """One episode of every prompt, spread over the workers; a share whose worker is lost goes to another one.
+
+        Args:
+            prompts: the problems.
+            sampling: how answers are sampled.
+            wait: without a worker, wait until somebody brings one back.
 
         Raises:
             FatalRewardError: the reward function failed.
+            WorkerLost: no worker is up, and nobody will bring one back.
         """
         shares = [prompts[i :: len(self.workers)] for i in range(len(self.workers))]
         try:
-            return Batch.concat(await asyncio.gather(*(self._evaluate(i, s, sampling) for i, s in enumerate(shares) if s)))
+            return Batch.concat(
+                await asyncio.gather(*(self._evaluate(i, s, sampling, wait) for i, s in enumerate(shares) if s))
+            )
         except FatalRewardError as error:
             raise getattr(error, "cause", error) from None  # Ray's copy of it has the worker's traceback in its message
 
-    async def _evaluate(self, first: int, share: list[Prompt], sampling: SamplingParams) -> Batch:
+    async def _evaluate(self, first: int, share: list[Prompt], sampling: SamplingParams, wait: bool) -> Batch:
         rounds = 1 + len(share) // self.config.rollout.max_concurrency
         while True:
             while not (up := self.up()):
+                if not wait:
+                    raise WorkerLost("No worker is up to answer held-out problems.")
                 self._admission.clear()
                 await self._admission.wait()
             worker = self.workers[first if first in up else up[first % len(up)]]

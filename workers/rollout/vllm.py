@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from workers.rollout import nccl
 from workers.rollout.engine import Completion, EngineDeadError, PauseMode, SamplingParams, WeightUpdate
 from workers.rollout.owner import OWNER_VARIABLE
 from workers.rollout.torch_engine import check_request
@@ -45,6 +46,7 @@ class VLLMEngine:
         threads: CPU threads of the engine core.
         max_num_seqs: most requests in one step.
         max_lora_rank: rank of the adapters that will be served; 0: none, weights come as ``full`` or ``merged``.
+        streams: weights may come over NCCL (`workers.rollout.nccl`).
         tensor_parallel_size: GPUs that the engine spans.
         trust_remote_code: run code that the model folder ships.
         timeout_s: longest time that a call other than `generate` may take.
@@ -61,6 +63,7 @@ class VLLMEngine:
         threads: int = 1,
         max_num_seqs: int = 256,
         max_lora_rank: int = 0,
+        streams: bool = False,
         tensor_parallel_size: int = 1,
         trust_remote_code: bool = False,
         timeout_s: float = 600.0,
@@ -91,6 +94,8 @@ class VLLMEngine:
             self._args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slots}
         if tensor_parallel_size > 1:  # inside a placement group vLLM would ask Ray for GPUs beside those of its own bundle
             self._args["distributed_executor_backend"] = "mp"
+        if streams:
+            self._args["weight_transfer_config"] = {"backend": "nccl"}
         self._args |= engine_args or {}
         self._request_numbers = itertools.count()
         self._in_flight = 0
@@ -163,6 +168,9 @@ class VLLMEngine:
         return checksum
 
     async def _load_parameters(self, update: WeightUpdate) -> str:
+        if update.stream is not None:
+            await self._call(nccl.receive(self._running(), update.stream, update.dtype), "receive weights over NCCL")
+            return combine_sums(await self._rpc("rlframe_sums"))
         written: set[str] = set()
         messages = list(cut(update.tensors, CHUNK_BYTES))
         for names in messages:

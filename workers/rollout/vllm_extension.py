@@ -94,7 +94,11 @@ class WeightExtension:
             raise ValueError(f"The engine serves {self.model_runner.model_config.dtype}, the weight update is {dtype}.")
         model = self.model_runner.get_model()
         written = sorted(model.load_weights(tensors_in(blob, specs, dtype)))
-        return written, {name: f"{bit_sum(p):x}" for name, p in model.named_parameters()} if last else {}
+        return written, self.rlframe_sums() if last else {}
+
+    def rlframe_sums(self) -> dict[str, str]:
+        """The sum of bit patterns (hex) of every parameter of the model as it now lies in memory."""
+        return {name: f"{bit_sum(p):x}" for name, p in self.model_runner.get_model().named_parameters()}
 
     def rlframe_parameters(self) -> list[str]:
         """The engine's names of all parameters, tied ones once."""

@@ -20,6 +20,7 @@ from rlframe.types import Batch, Prompt, Trajectory
 from workers.environments import make_environment
 from workers.environments.base import Environment, FatalRewardError
 from workers.process import find_modules_in, redirect_output
+from workers.rollout import nccl
 from workers.rollout.engine import Completion, Engine, EngineDeadError, SamplingParams, WeightUpdate
 from workers.rollout.episode import derive_seed, run_episode
 
@@ -91,6 +92,7 @@ def make_engine(config: Config, model_path: str, index: int) -> Engine:
             threads=threads,
             max_num_seqs=rollout.max_concurrency,
             max_lora_rank=config.actor.lora.rank if rollout.weight_sync == "adapter" else 0,
+            streams=nccl.streams(config),
             tensor_parallel_size=rollout.tensor_parallel_size,
             trust_remote_code=config.model.trust_remote_code,
             timeout_s=rollout.timeout_s,
@@ -208,15 +210,19 @@ class RolloutWorker:
             raise RuntimeError(f"{len(failed)} of {len(prompts)} evaluation episodes failed, first {failed[0]}")
         return Batch.from_trajectories([r for r in results if not isinstance(r, str)])
 
-    async def update_weights(self, update: WeightUpdate) -> str:
+    async def update_weights(self, update: WeightUpdate, place: int = 0, places: int = 1) -> str:
         """Pause, load, go on; returns the engine's checksum of what it now serves.
 
+        This is number ``place`` of the ``places`` workers that get the update together.
         After a failure the engine stays paused: nothing is sampled from weights that nobody knows.
 
         Raises:
             EngineDeadError: the update took longer than ``rollout.timeout_s``, or the engine died.
             ValueError: the update does not fit the engine's model.
         """
+        if update.stream is not None:
+            width = self.config.rollout.tensor_parallel_size
+            update = replace(update, stream=replace(update.stream, first_rank=1 + place * width, ranks=1 + places * width))
         try:
             async with asyncio.timeout(self.config.rollout.timeout_s):
                 await self.engine.pause("abort" if self.config.rollout.on_update == "abort" else "keep")
