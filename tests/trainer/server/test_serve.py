@@ -48,7 +48,7 @@ def test_policies_train_over_ranks_and_vllm_serves_each(served):
     assert url, "the server did not start; its output is above"
     client = tinker.ServiceClient(base_url=url, api_key=key)
     store, policies = Store(folder / "state"), []
-    base = client.get_server_capabilities().supported_models[0].model_name
+    base = tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result().supported_models[0].model_name
     for seed in range(3):
         model = client.create_lora_training_client(base, rank=2 + seed, seed=seed).result()
         start = model.save_weights_for_sampler("start").result().path
