@@ -151,15 +151,16 @@ async def main(options: argparse.Namespace) -> bool:
     print(f"{few:3d} prompts x 4 tokens, k={k}            {seconds * 1e3:8.1f} ms   ({calls} collects)")
 
     repeats = REPEATS if size < 1e7 else 2
-    base, kept = None, True
-    for k in (0, 8, 32, 128):
-        if k > vocabulary:
-            continue
-        params = SamplingParams(32, logprobs=k)
-        await sample(worker, prompts[:long], params)
-        seconds = await median(worker, prompts[:long], params, repeats)
-        base = base or seconds
-        batch = (await sample(worker, prompts[:long], params))[1]
+    kept = True
+    sizes = {k: SamplingParams(32, logprobs=k) for k in (0, 8, 32, 128) if k <= vocabulary}
+    samples = {k: [await sample(worker, prompts[:long], params)] for k, params in sizes.items()}
+    for _ in range(repeats):  # in turns, so that other load on the machine meets all of them
+        for k, params in sizes.items():
+            samples[k].append(await sample(worker, prompts[:long], params))
+    medians = {k: statistics.median(seconds for seconds, *_ in runs[1:]) for k, runs in samples.items()}
+    base = medians[0]
+    for k, seconds in medians.items():
+        batch = samples[k][-1][1]
         parsing = statistics.median(parsing_seconds(batch) for _ in range(REPEATS)) if options.engine == "vllm" else 0.0
         handling = (statistics.median(handling_seconds(batch) for _ in range(REPEATS)) + parsing) / seconds
         print(

@@ -18,6 +18,8 @@ from rlframe.config import Config, ConfigError
 from trainer.placement import Placement
 from workers.pools import Pool, reserve
 
+HEAD_STARTS = 3
+"""How often a local head is started before giving up."""
 CONNECT_S = 10.0
 """How long a head may take to accept a connection."""
 
@@ -34,7 +36,7 @@ def start_ray(placement: Placement) -> None:
     address = placement.address
     if address is None:
         local = max(placement.cpus, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=math.ceil(local), include_dashboard=False, **common)
+        _start_head(dict(num_cpus=math.ceil(local), include_dashboard=False, **common))
         return
     _knock(address)
     try:
@@ -45,6 +47,18 @@ def start_ray(placement: Placement) -> None:
         ) from None
     except ConnectionError as error:
         raise ConfigError(_unreachable(address, str(error).splitlines()[0])) from None
+
+
+def _start_head(options: dict[str, Any]) -> None:
+    """Ray gives its own processes 30 s to find each other, which a busy machine may exceed: then they are started again."""
+    for left in reversed(range(HEAD_STARTS)):
+        try:
+            ray.init(address="local", **options)
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error) or not left:
+                raise
+            ray.shutdown()
 
 
 def _knock(address: str) -> None:

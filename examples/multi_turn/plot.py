@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 PANELS = {
-    "eval/game:short_wordle/reward": "held-out games won (greedy)",
+    "eval/game:short_wordle/reward": "held-out games won (sampled)",
     "reward/mean": "training games won (sampled)",
     "critic/explained_variance": "critic: explained variance",
 }
