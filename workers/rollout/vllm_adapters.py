@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from rlframe.lora import Adapters
+from rlframe.model_setup import empty_model
 from workers.rollout.adapters import CURRENT, PromptScores, ScoreRequest, ServedAdapter
 from workers.rollout.engine import Completion, EngineDeadError, SamplingParams
 from workers.rollout.torch_engine import check_request
@@ -30,6 +34,14 @@ class VLLMAdapterEngine(VLLMEngine):
     def __init__(self, model_path: str, *, max_loras: int = 8, **options: Any) -> None:
         super().__init__(model_path, **options)
         self._args |= {"max_loras": max_loras, "max_cpu_loras": 4 * max_loras}
+        linear = Adapters(
+            empty_model(Path(model_path), torch.float32, "eager", self._args["trust_remote_code"])
+        ).linear_modules()
+        self._adapts_head = bool(linear["unembed"])
+        if not self._adapts_head:
+            # Otherwise vLLM prepares the head for adapters, too, and then cannot score prompts.
+            names = {name.rpartition(".")[2] for name in (*linear["attn"], *linear["mlp"])}
+            self._args.setdefault("lora_target_modules", sorted(names))
         self._requests: dict[str, asyncio.Task[Any]] = {}
         self._next_id = itertools.count(1)
 
@@ -72,11 +84,19 @@ class VLLMAdapterEngine(VLLMEngine):
         return await self.generate(tokens, params)
 
     async def score(self, tokens: np.ndarray, request: ScoreRequest, adapter: ServedAdapter | None) -> PromptScores:
-        """See `AdapterEngine.score`; targets and draws are refused."""
+        """See `AdapterEngine.score`; targets and draws are refused, and everything where the LM head is its own.
+
+        vLLM applies the adapters of a head to the rows that it samples from, which prompts have more of; the engine core ends.
+        """
         if request.targets is not None or request.draws:
             raise ValueError(
                 "target_prompt_logprobs and prompt_alt_tokens_k are not available with rollout.engine=vllm, which reports the "
                 "prompt's own tokens and the likeliest ones only; use topk_prompt_logprobs or forward()."
+            )
+        if self._adapts_head:
+            raise ValueError(
+                "Log-probabilities of prompts are not available with rollout.engine=vllm for a model whose LM head can have an "
+                "adapter; use rollout.engine=torch or forward()."
             )
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind

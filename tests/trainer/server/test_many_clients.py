@@ -7,7 +7,7 @@ from data_cases import ADAM, parameters, policy_data, supervised_data
 from local_server import ALICE, BOB
 from tinker import types
 
-CLIENTS, STEPS = 8, 3
+CLIENTS, STEPS = 8, 2
 
 
 def work(server, number):

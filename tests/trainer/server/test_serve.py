@@ -48,11 +48,12 @@ def test_policies_train_over_ranks_and_vllm_serves_each(served):
     assert url, "the server did not start; its output is above"
     client = tinker.ServiceClient(base_url=url, api_key=key)
     store, policies = Store(folder / "state"), []
-    base = client.get_server_capabilities().supported_models[0].model_name
+    base = tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result().supported_models[0].model_name
     for seed in range(3):
         model = client.create_lora_training_client(base, rank=2 + seed, seed=seed).result()
+        tiny = model.get_info().model_data.tokenizer_id
         start = model.save_weights_for_sampler("start").result().path
-        reference = Reference(model.get_info().model_data.tokenizer_id, store.folder(paths.parse(start)))
+        reference = Reference(tiny, store.folder(paths.parse(start)))
         for step in range(2):
             data = supervised_data(seed + step)
             result = model.forward_backward(data, "cross_entropy").result()
@@ -63,7 +64,8 @@ def test_policies_train_over_ranks_and_vllm_serves_each(served):
             params = ADAM.model_copy(update={"learning_rate": 0.1})
             model.optim_step(params).result()
             reference.step(params)
-        policies.append((model.save_weights_and_get_sampling_client().result(), reference.model))
+        served_now = store.folder(paths.parse(model.save_weights_for_sampler("end").result().path))
+        policies.append((model.save_weights_and_get_sampling_client().result(), Reference(tiny, served_now).model))
     params = types.SamplingParams(max_tokens=6, temperature=1.0, stop=[])
     prompt = types.ModelInput.from_ints(PROMPT)
     futures = [(model, sampler.sample(prompt, 2, params, True, 3)) for _ in range(2) for sampler, model in policies]
