@@ -102,7 +102,7 @@ def test_a_stopped_job_saves_first(stopped):
 def test_a_stopped_job_is_resumed_through_the_cluster(cluster, stopped):
     done = steps(stopped.run_dir)[-1]
     log = cluster.call("rlframe", "submit", *FOLDER, "--resume", str(stopped.run_dir), f"steps={done + 1}")
-    assert f"resumed after step {done}" in log and log.rstrip().endswith("SUCCEEDED")
+    assert f"resumed after step {done}" in log and "SUCCEEDED" in log
     assert steps(stopped.run_dir) == list(range(done + 2))
 
 

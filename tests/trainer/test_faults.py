@@ -26,6 +26,7 @@ OPTIONS = [
     "max_staleness=0",
     "rollout.workers=2",
     "rollout.timeout_s=8",
+    "rollout.max_restarts=50",
     "task.name=fault_support:Faulty",
     "log.rollouts_every=1",
 ]
