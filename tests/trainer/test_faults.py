@@ -69,14 +69,21 @@ def run_on(cluster, run_dir, marks):
         await rollouts.start()
         controller = make_controller(config, inputs, run_dir, rollouts, rollouts, learner, tracker)
 
+        async def all_back(restarts):
+            """Learning waits until both workers are up again, so that the next fault finds them there."""
+            while controller.faults["worker_restarts"] < restarts or rollouts.up() != [0, 1]:
+                await asyncio.sleep(0.1)
+            learner.may_learn.set()
+
         async def replace_node():
+            await asyncio.to_thread(wait_for, lambda: (marks / "killed").exists() and (marks / "stopped").exists())
+            learner.may_learn.clear()
+            await all_back(2)
             await asyncio.to_thread(wait_for, (marks / "reached").exists)
             learner.may_learn.clear()
             cluster.remove_node(doomed, allow_graceful=False)
             cluster.add_node(num_cpus=1)
-            while controller.faults["worker_restarts"] < 3 or rollouts.up() != [0, 1]:
-                await asyncio.sleep(0.1)
-            learner.may_learn.set()
+            await all_back(3)
 
         try:
             await asyncio.gather(controller.run(), replace_node())
