@@ -1,7 +1,8 @@
 # make quickstart   install what training needs and train a tiny model on this machine's CPU
 # make test         install what tests need and run them
 # make install-gpu  what training needs on NVIDIA GPUs: vLLM for CUDA, which chooses its own torch
-# make check        lint, formatting, types, import contract and tests
+# make test-clusters   the tests that start several Ray nodes, and take some of them away
+# make check        lint, formatting, types, import contract and all tests
 # make docs         write docs/settings.md, docs/presets.md and docs/metrics.md from what they describe
 # make docs-site    build the documentation into build/site, in an environment of its own; broken links are errors
 # make test-sglang  install SGLang into .venv-sglang (3.1 GB) and hold the real one to the engines' tests, on this CPU
@@ -47,7 +48,7 @@ install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
 # Engines pin packages against each other: SGLang gets an environment of its own.
 WITH_SGLANG := $(MAKE) VENV=.venv-sglang REQUIREMENTS=requirements/sglang-cpu.txt
 
-.PHONY: quickstart install install-gpu install-dev install-sglang test test-fast test-sglang run-sglang-tests check lint format docs docs-site smollm2 clean
+.PHONY: quickstart install install-gpu install-dev install-sglang test test-clusters test-fast test-sglang run-sglang-tests check lint format docs docs-site smollm2 clean
 
 quickstart: $(RUNTIME)
 	@if [ -e runs/quickstart ]; then \
@@ -61,7 +62,10 @@ install-gpu: $(GPU)
 install-dev: $(DEV)
 
 test: $(DEV)
-	$(BIN)/python -m pytest $(IN_PARALLEL)
+	$(BIN)/python -m pytest -m "not cluster" $(IN_PARALLEL)
+
+test-clusters: $(DEV)
+	$(BIN)/python -m pytest -m cluster
 
 test-fast: $(DEV)
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL)
@@ -76,7 +80,7 @@ run-sglang-tests: $(RUNTIME)
 	$(BIN)/python -m pytest -k "sglang and not wire" tests/workers/test_engine_contract.py tests/workers/test_engine_adapter.py \
 	  tests/workers/test_sglang_process.py
 
-check: lint test
+check: lint test test-clusters
 
 lint: $(DEV)
 	$(BIN)/ruff check .

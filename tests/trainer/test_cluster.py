@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ray_cluster import ROOT, TOKEN, ray_cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 WORKERS = ["127.0.0.3", "127.0.0.4"]
 KEY = "a-wandb-key-that-nobody-may-see"
 SMALL = ["rollout=torch", "log.wandb=disabled", "batch_size=8", "eval.size=8", "eval.every=0"]

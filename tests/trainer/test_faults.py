@@ -20,7 +20,7 @@ from workers.group import LearnerGroup
 from workers.pools import reserve
 from workers.rollout.group import RolloutGroup
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # also of a machine that does much else
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]  # also of a machine that does much else
 OPTIONS = [
     "steps=5",
     "max_staleness=0",
