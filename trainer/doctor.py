@@ -119,8 +119,7 @@ from workers.rollout.worker import make_engine
 async def main():
     config = compose(["rollout={name}", "model.build.warmup_steps=0"])
     engine = make_engine(config, resolve_model(config.model), 0)
-    if hasattr(engine, "start"):
-        await engine.start()
+    await engine.start()
     try:
         done = await engine.generate(np.array([1, 2, 3]), SamplingParams(max_new_tokens=2))
         assert len(done.ids) >= 1

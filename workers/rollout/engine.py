@@ -82,6 +82,10 @@ class Engine(Protocol):
     version: int
     """Policy version now served."""
 
+    async def start(self) -> None:
+        """Make the engine ready; called once, before anything else."""
+        ...
+
     async def generate(self, tokens: np.ndarray, params: SamplingParams) -> Completion:
         """Sample a continuation of ``tokens`` (int32[P]).
 

@@ -67,8 +67,7 @@ class SamplerWorker:
 
     async def start(self) -> None:
         """Start the engine."""
-        if start := getattr(self.engine, "start", None):
-            await start()
+        await self.engine.start()
 
     async def sample(
         self, tokens: np.ndarray, params: SamplingParams, count: int, adapter: ServedAdapter | None

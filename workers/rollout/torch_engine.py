@@ -72,6 +72,9 @@ class TorchEngine:
         self._closed = False
         self._changed = asyncio.Condition()
 
+    async def start(self) -> None:
+        """Nothing to do: the model was loaded by the constructor."""
+
     async def generate(self, tokens: np.ndarray, params: SamplingParams) -> Completion:
         """Sample a continuation; see `workers.rollout.engine.Engine.generate`."""
         check_request(len(tokens), params.max_new_tokens, self._max_model_len)

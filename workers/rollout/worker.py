@@ -156,9 +156,7 @@ class RolloutWorker:
 
     async def start(self) -> None:
         """Start the engine."""
-        start = getattr(self.engine, "start", None)
-        if start is not None:
-            await start()
+        await self.engine.start()
         # What the libraries hold lives as long as this process; without this every full collection walks all of it again,
         # which costs a batch of short episodes a third of its time.
         gc.collect()
