@@ -1,9 +1,9 @@
 """Run a study: every arm with every seed through `rlframe train`, then a picture and a table of what came out.
 
-python examples/study.py examples/quantized_sampler [steps=50 ...] [--seeds 0 1] [--arms TIS]
+python examples/study.py examples/quantized_sampler/study.yaml [steps=50 ...] [--seeds 0 1] [--arms TIS] [--jobs 2]
 
-A study is a folder with a ``study.yaml``: ``common`` overrides, ``arms`` (name: overrides), ``seeds`` and the ``metrics`` to
-draw. Runs go to ``runs/<study>/``; one that is complete is not run again, one that was interrupted goes on.
+A study is a YAML file: ``common`` overrides, ``arms`` (name: overrides), ``seeds`` and the ``metrics`` to draw. Runs go to
+``runs/<folder>/<file>/``, the picture beside the file; a run that is complete is not run again, one that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
@@ -114,22 +115,28 @@ def table(study: dict, runs: dict[str, list[Path]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("study", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--arms", nargs="+")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--draw", action="store_true", help="only draw what is there")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    study = yaml.safe_load((arguments.folder / "study.yaml").read_text())
+    study = yaml.safe_load(arguments.study.read_text())
     arms = {name: study["arms"][name] for name in arguments.arms or study["arms"]}
     seeds = arguments.seeds or study["seeds"]
-    root = Path("runs") / arguments.folder.name
+    root = Path("runs") / arguments.study.parent.name / arguments.study.stem
     runs = {arm: [root / f"{slug(arm)}_{seed}" for seed in seeds] for arm in arms}
-    for i, seed in enumerate(seeds):
-        for arm, overrides in arms.items():
-            if not arguments.draw:
-                train(runs[arm][i], [*QUIET, *study["common"], *overrides, f"seed={seed}", *arguments.overrides])
-    draw(study, runs, arguments.folder / "curves.png")
+    if not arguments.draw:
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            jobs = [
+                pool.submit(train, runs[arm][i], [*QUIET, *study["common"], *overrides, f"seed={seed}", *arguments.overrides])
+                for i, seed in enumerate(seeds)
+                for arm, overrides in arms.items()
+            ]
+        for job in jobs:
+            job.result()
+    draw(study, runs, arguments.study.with_suffix(".png"))
     print(table(study, runs))
 
 
