@@ -36,8 +36,8 @@ def rows_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def train(run: Path, overrides: list[str]) -> None:
-    """One run, unless it is complete."""
+def train(run: Path, folder: Path, overrides: list[str]) -> None:
+    """One run, unless it is complete; modules and models of the study's own are found in its ``folder``."""
     command = [str(Path(sys.executable).parent / "rlframe")]
     if (run / "config.yaml").exists():
         steps = yaml.safe_load((run / "config.yaml").read_text())["steps"]
@@ -48,7 +48,7 @@ def train(run: Path, overrides: list[str]) -> None:
     else:
         command += ["train", f"run_dir={run}", f"name={run.name}", *overrides]
     print(" ".join(command), flush=True)
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
+    subprocess.run(command, check=True, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
 
 
 def value(row: dict, metric: str) -> float | None:
@@ -125,12 +125,15 @@ def main() -> None:
     study = yaml.safe_load(arguments.study.read_text())
     arms = {name: study["arms"][name] for name in arguments.arms or study["arms"]}
     seeds = arguments.seeds or study["seeds"]
-    root = Path("runs") / arguments.study.parent.name / arguments.study.stem
+    folder = arguments.study.resolve().parent
+    root = Path("runs").resolve() / folder.name / arguments.study.stem
     runs = {arm: [root / f"{slug(arm)}_{seed}" for seed in seeds] for arm in arms}
     if not arguments.draw:
         with ThreadPoolExecutor(arguments.jobs) as pool:
             jobs = [
-                pool.submit(train, runs[arm][i], [*QUIET, *study["common"], *overrides, f"seed={seed}", *arguments.overrides])
+                pool.submit(
+                    train, runs[arm][i], folder, [*QUIET, *study["common"], *overrides, f"seed={seed}", *arguments.overrides]
+                )
                 for i, seed in enumerate(seeds)
                 for arm, overrides in arms.items()
             ]
