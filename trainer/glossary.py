@@ -51,6 +51,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "highest total reward",
             "Never above the start: nobody has found a good answer yet; sample longer, or warmer.",
         ),
+        Metric(
+            "reward/frac_zero_std",
+            "share of groups whose rewards are all equal; with `algorithm.advantage=group` they train nothing",
+            "Near 1: most rollouts are for nothing. Use prompts of another difficulty, larger groups, or a critic (`sao`).",
+        ),
         Metric("reward/*/mean", "mean total reward of one environment's trajectories"),
     ),
     "Answers": (

@@ -23,7 +23,7 @@ def response_lengths(batch: Batch) -> np.ndarray:
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
-    """``reward/*``, ``response_length/*`` and ``finish/*`` of a training batch."""
+    """``reward/*`` (also groups without spread), ``response_length/*`` and ``finish/*`` of a training batch."""
     rewards, lengths = episode_rewards(batch), response_lengths(batch)
     envs, finish = np.array(batch.envs), np.array(batch.finish)
     return {
@@ -36,7 +36,19 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "response_length/max": float(lengths.max()),
         "response_length/clip_ratio": float((finish == "length").mean()),
         **{f"finish/{reason}": float((finish == reason).mean()) for reason in FINISHES},
+        **_group_metrics(rewards, batch.indices),
     }
+
+
+def _group_metrics(rewards: np.ndarray, groups: np.ndarray) -> dict[str, float]:
+    """Nothing where every prompt has one trajectory."""
+    _, member, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    if sizes.max() == 1:
+        return {}
+    low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
+    np.minimum.at(low, member, rewards)
+    np.maximum.at(high, member, rewards)
+    return {"reward/frac_zero_std": float((low == high).mean())}
 
 
 def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
