@@ -6,6 +6,9 @@ Knows the output layers of the supported architectures: bias, logit scale, soft 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,21 @@ CHUNK_BYTES_ELSEWHERE = 256 * 2**20
 """On other devices a chunk must be large enough to fill the device."""
 
 
+@contextmanager
+def _bfloat16_products() -> Iterator[None]:
+    """On a CPU, multiply float32 matrices as bfloat16 and add up in float32, where the processor has instructions for that.
+
+    Exact for operands that were bfloat16 before; others are rounded to it.
+    """
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
 class Projection:
     """z = logits / temperature for chunks of hidden states, and the gradients that come back."""
 
@@ -24,8 +42,12 @@ class Projection:
         """``wanted``: whether hidden, weight and bias require gradients."""
         self.hidden, self.head, self.temperature = hidden, head, temperature
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        # On CUDA, products of two-byte floats are exact in fp32 and accumulated there, at the speed of the tensor cores.
-        self.narrow = hidden.is_cuda and hidden.dtype == head.weight.dtype != self.dtype and hidden.element_size() == 2
+        # Products of two-byte floats are exact in fp32 and accumulated there, at the speed of tensor cores or AMX tiles. A CPU
+        # has no product of bfloat16 matrices with an fp32 result, but one of fp32 copies that hold the same numbers.
+        two_bytes = hidden.dtype == head.weight.dtype != self.dtype and hidden.element_size() == 2
+        self.narrow = hidden.is_cuda and two_bytes
+        self._narrow_copies = hidden.device.type == "cpu" and two_bytes and hidden.dtype == torch.bfloat16
+        self._arithmetic = _bfloat16_products if self._narrow_copies else nullcontext
         self.weight = head.weight.detach() if self.narrow else head.weight.detach().to(self.dtype)
         self.bias = None if head.bias is None else head.bias.detach().to(self.dtype)
         vocabulary = len(self.weight)
@@ -33,6 +55,8 @@ class Projection:
         self.d_weight = self._zeros(self.weight.shape) if wanted[1] else None
         self.d_bias = self._zeros((vocabulary,)) if wanted[2] else None
         budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES_ELSEWHERE)
+        if self._narrow_copies:  # reading the weight for every chunk weighs more, the faster the arithmetic
+            budget *= 2
         self.rows = max(1, min(len(hidden), budget // (vocabulary * self.dtype.itemsize)))
         # One buffer for all chunks: fresh pages for every chunk would cost as much as the arithmetic on them.
         self._z = torch.empty(self.rows, vocabulary, dtype=self.dtype, device=hidden.device)
@@ -58,7 +82,8 @@ class Projection:
         if self.narrow:
             torch.mm(h, self.weight.T, out_dtype=self.dtype, out=z)
         else:
-            torch.mm(h.to(self.dtype), self.weight.T, out=z)
+            with self._arithmetic():
+                torch.mm(h.to(self.dtype), self.weight.T, out=z)
         if self.bias is not None:
             z += self.bias
         cap = self.head.softcap
@@ -86,9 +111,14 @@ class Projection:
                 self.d_weight.add_(torch.mm(dz.T, h, out_dtype=self.dtype), alpha=factor)
             return
         if self.d_hidden is not None:
-            self.d_hidden[rows] = torch.mm(dz, self.weight).mul_(factor)
+            if self._narrow_copies:  # it is returned in bfloat16
+                product = torch.mm(dz.to(self.hidden.dtype), self.head.weight.detach()).to(self.dtype)
+            else:
+                product = torch.mm(dz, self.weight)
+            self.d_hidden[rows] = product.mul_(factor)
         if self.d_weight is not None:
-            self.d_weight.addmm_(dz.T, h.to(self.dtype), alpha=factor)
+            with self._arithmetic():
+                self.d_weight.addmm_(dz.T, h.to(self.dtype), alpha=factor)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Gradients of hidden, weight and bias, each in the dtype of what it belongs to."""

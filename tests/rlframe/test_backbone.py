@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from session_cases import SHAPE, Policy, load, make_batch, spec
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlframe import attention
@@ -108,27 +109,36 @@ def test_an_attention_implementation_that_a_model_lacks_is_refused(tmp_path) -> 
         load(str(tmp_path), None, attn_implementation="sdpa")
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [9, 1, 3, 17, 4, 2, 16]])
-def test_attention_within_segments_equals_the_dense_formula(lengths: list[int], window: int | None) -> None:
-    total, generator = sum(lengths), torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, heads, total, 6, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2)
-    )
-    segments = Segments()
-    segments.describe(np.array(lengths), torch.device("cpu"))
-    out = segments.attend(query, key, value, scale=0.3, window=window)
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """[1, N, heads, D] by the formula."""
+    total = sum(lengths)
     owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     behind = torch.arange(total)[:, None] - torch.arange(total)[None]
     seen = (owner[:, None] == owner[None]) & (behind >= 0) & (behind < (window or total))
     scores = 0.3 * query @ key.repeat_interleave(2, 1).transpose(-1, -2)
-    dense = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
-    torch.testing.assert_close(out, dense)
-    weights = torch.randn(dense.shape, dtype=torch.float64, generator=generator)
-    mine = torch.autograd.grad((out * weights).sum(), (query, key, value))
-    reference = torch.autograd.grad((dense * weights).sum(), (query, key, value))
-    for a, b in zip(mine, reference, strict=True):
-        torch.testing.assert_close(a, b)
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [9, 1, 3, 17, 4, 2, 16]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_attention_within_segments_equals_the_dense_formula(lengths: list[int], window: int | None, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, heads, sum(lengths), 6) for heads in (4, 2, 2)]
+    inputs = [torch.randn(size, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for size in sizes]
+    segments = Segments()
+    segments.describe(np.array(lengths), torch.device("cpu"))
+    out = segments.attend(*inputs, scale=0.3, window=window)
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    dense = dense_attention(*doubles, lengths, window)
+    weights = torch.randn(dense.shape, dtype=torch.float64, generator=generator).to(dtype)
+    mine = torch.autograd.grad((out * weights).sum(), inputs)
+    reference = torch.autograd.grad((dense * weights.double()).sum(), doubles)
+    # Short bfloat16 trajectories are rounded once, at the end; attention in bfloat16 would be off by several units.
+    rtol, atol = (2**-8, 1e-5) if dtype == torch.bfloat16 else (None, None)
+    for a, b in zip((out, *mine), (dense, *reference), strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=atol)
 
 
 def test_sdpa_is_replaced_only_where_that_is_exact() -> None:
