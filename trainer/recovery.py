@@ -88,8 +88,8 @@ def restore(controller: Controller, directory: Path) -> None:
     again = len(batches) - len(buffer.slots(State.FINISHED))
     if again or rest:
         controller.tracker.say(
-            f"{again} finished prompts do not fit max_staleness={buffer.max_staleness} and a buffer of {buffer.capacity}, and are "
-            f"sampled again; {len(rest)} prompts wait for a free slot."
+            f"{again} finished prompts do not fit max_staleness={buffer.max_staleness} and a buffer of {buffer.capacity} and "
+            f"are sampled again; {len(rest)} prompts wait for a free slot."
         )
 
 
