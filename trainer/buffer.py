@@ -21,6 +21,11 @@ that is issued again, because its worker was lost or the run resumed, starts lat
 slots before it. Hence staleness <= s. Slots are freed by `release`, after the pull, so nothing is admitted under a version
 that is already superseded.
 
+Other settings. A resumed run may have another P, s or w, and what the checkpoint holds was admitted under the old ones. Nothing
+overtakes a finished slot, so the one in place n (from 0) trains in batch n // P + 1 from now or before: n // P versions after
+this one at the latest. `refill` keeps the results for which that is soon enough, and as many slots as B allows; all others are
+issued now or later, and what holds for a new prompt holds for them.
+
 Example:
     >>> import asyncio
     >>> async def main():
@@ -40,7 +45,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
@@ -77,7 +82,7 @@ class Buffer(Generic[P, R]):
     def __init__(self, prompts_per_step: int, max_staleness: int, window: int = 0) -> None:
         if not 0 <= window <= max_staleness * prompts_per_step:
             raise ValueError(f"A window of {window} prompts leaves no room for a batch of {prompts_per_step}.")
-        self.prompts_per_step, self.window = prompts_per_step, window
+        self.prompts_per_step, self.max_staleness, self.window = prompts_per_step, max_staleness, window
         self.capacity = (max_staleness + 1) * prompts_per_step - window
         self.dropped = 0
         self._slots: OrderedDict[int, Slot[P, R]] = OrderedDict()
@@ -113,6 +118,27 @@ class Buffer(Generic[P, R]):
         number, self._next = self._next, self._next + 1
         self._slots[number] = Slot(number, prompt)
         return number
+
+    def refill(self, held: Iterable[tuple[P, R | None]], staleness: Callable[[R], int]) -> list[P]:
+        """Fill an empty buffer with what an earlier one held, which may have had another shape.
+
+        Args:
+            held: prompt and result (None: it has none yet) of each slot, oldest first.
+            staleness: of a result, if it were trained on now.
+
+        Returns:
+            The prompts for which there is no room, to be admitted before any new one. Slots whose result would be too stale by
+            the time it is trained on are ISSUED again; without a change of shape there are neither.
+        """
+        rest: list[P] = []
+        for prompt, result in held:
+            if self.free < 1:
+                rest.append(prompt)
+                continue
+            place = self.put(prompt)
+            if result is not None and staleness(result) + place // self.prompts_per_step <= self.max_staleness:
+                self.finish(place, result)
+        return rest
 
     async def admit(self, prompt: P) -> int:
         """Wait for a free slot and take it for ``prompt``."""

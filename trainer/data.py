@@ -13,7 +13,7 @@ from workers.environments.base import Problem
 
 
 class PromptStream:
-    """An endless stream whose whole state is ``position``, the index of the next prompt.
+    """An endless stream whose whole state is ``position``, the index of the next prompt, and ``returned``, indices before it.
 
     Prompt ``i`` of the stream is problem ``order(epoch)[i % len]`` with ``epoch = i // len``, so that any prompt, also one that
     was in flight when a run died, can be made again from its index.
@@ -24,6 +24,8 @@ class PromptStream:
             raise ValueError("The task has no training prompts.")
         self.problems, self.env, self.seed = problems, env, seed
         self.position = 0
+        self.returned: list[int] = []
+        """Prompts that were taken and given back; they come first."""
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
@@ -49,9 +51,9 @@ class PromptStream:
 
     def take(self, count: int) -> list[Prompt]:
         """The next ``count`` prompts."""
-        prompts = [self.prompt(self.position + i) for i in range(count)]
-        self.position += count
-        return prompts
+        again, self.returned = self.returned[:count], self.returned[count:]
+        first, self.position = self.position, self.position + count - len(again)
+        return [self.prompt(index) for index in (*again, *range(first, self.position))]
 
 
 def as_prompt(problem: Problem, index: int, env: str) -> Prompt:

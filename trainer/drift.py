@@ -17,8 +17,7 @@ _BUFFER = "trajectories that wait in the checkpoint were sampled under the old v
 
 REFUSED: dict[str, str] = {
     "seed": _STREAM,
-    "batch_size": "the buffer in the checkpoint is filled for that size",
-    "algorithm.rollouts_per_prompt": "the buffer in the checkpoint is filled for that many",
+    "algorithm.rollouts_per_prompt": "prompts that wait in the checkpoint were sampled that often",
     "algorithm.advantage": "the checkpoint holds the critics or baselines of that advantage alone",
     "algorithm.score_centering": "trajectories that wait in the checkpoint have heads for it, or none",
     "model.builder": _BASE,
@@ -47,7 +46,8 @@ def changes(saved: Config, wanted: Config) -> list[str]:
     """Every setting that differs, as ``key: old -> new``.
 
     ``run_dir`` is left out: a run may be moved. ``model.path`` and ``task.train`` may change, too: the base model and the
-    prompts are compared themselves when they are loaded.
+    prompts are compared themselves when they are loaded. What ``batch_size``, ``max_staleness`` and ``reorder_window`` leave no
+    room for is sampled again (`trainer.recovery.restore`).
 
     Raises:
         ConfigError: one of them must not change; one sentence that says why.
@@ -56,10 +56,6 @@ def changes(saved: Config, wanted: Config) -> list[str]:
     different = {key: (old[key], new[key]) for key in old if old[key] != new[key] and key != "run_dir"}
     for key, (before, now) in different.items():
         reason = next((why for name, why in REFUSED.items() if key == name or key.startswith(f"{name}.")), None)
-        if key == "max_staleness" and now < before:
-            reason = "trajectories that wait in the checkpoint may be staler than that"
-        if key == "reorder_window" and now > before:
-            reason = "the buffer in the checkpoint may be too full for that"
         if reason:
             raise ConfigError(
                 f"{key} was {before} when the checkpoint was written and is {now} now, but {reason}; leave it as it was, "

@@ -51,14 +51,17 @@ def _group_metrics(rewards: np.ndarray, groups: np.ndarray) -> dict[str, float]:
     return {"reward/frac_zero_std": float((low == high).mean())}
 
 
-def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
-    """``off_policy/{mean,max}``: trainer version at consumption minus the version that sampled the oldest token."""
+def staleness(batch: Batch, version: int) -> np.ndarray:
+    """``version`` minus the version that sampled the oldest token, of every trajectory that has a sampled one."""
     versions = np.where(batch.action_mask, batch.versions, np.iinfo(np.int32).max)
     oldest = np.minimum.reduceat(versions, batch.offsets[:-1])
-    staleness = version - oldest[oldest != np.iinfo(np.int32).max]
-    if not len(staleness):
-        return {}
-    return {"off_policy/mean": float(staleness.mean()), "off_policy/max": float(staleness.max())}
+    return version - oldest[oldest != np.iinfo(np.int32).max]
+
+
+def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
+    """``off_policy/{mean,max}``: `staleness` under the trainer's version at consumption."""
+    late = staleness(batch, version)
+    return {"off_policy/mean": float(late.mean()), "off_policy/max": float(late.max())} if len(late) else {}
 
 
 def eval_metrics(batch: Batch, task: str) -> dict[str, float]:

@@ -23,6 +23,7 @@ from rlframe.types import Batch
 from trainer.buffer import State
 from trainer.compose import to_yaml
 from trainer.data import PromptStream
+from trainer.metrics import staleness
 
 if TYPE_CHECKING:
     from trainer.controller import Controller
@@ -39,6 +40,7 @@ def snapshot(controller: Controller) -> Callable[[Path], list[Path]]:
         "version": controller.version,
         "checksum": controller.served,
         "position": controller.stream.position,
+        "returned": controller.stream.returned,
         "prompts": controller.stream.fingerprint,
         "running_mean": controller.running_mean.state_dict(),
         "faults": dict(controller.faults),
@@ -66,19 +68,29 @@ def write_state(directory: Path, state: dict[str, Any], batches: list[Batch], co
 
 
 def restore(controller: Controller, directory: Path) -> None:
-    """Put `snapshot`'s state back; finished trajectories keep their place, prompts in flight are issued again."""
+    """Put `snapshot`'s state back; finished trajectories keep their place, prompts in flight are issued again.
+
+    Where the settings of the buffer have changed, what no longer fits is sampled again, and a sentence says how much that is.
+    """
     state = read_state(directory)
     controller.resumed = True
     controller.step, controller.version = state["step"], state["version"]
-    controller.stream.position = state["position"]
+    stream, buffer = controller.stream, controller.buffer
+    stream.position, stream.returned = state["position"], []
     controller.running_mean.load_state_dict(state["running_mean"])
     controller.faults |= state["faults"]
-    controller.buffer.dropped = state["dropped"]
-    batches = iter(read_batches(directory))
-    for slot in state["slots"]:
-        number = controller.buffer.put(controller.stream.prompt(slot["index"]))
-        if slot["finished"]:
-            controller.buffer.finish(number, next(batches))
+    buffer.dropped = state["dropped"]
+    batches = read_batches(directory)
+    results = iter(batches)
+    held = [(stream.prompt(slot["index"]), next(results) if slot["finished"] else None) for slot in state["slots"]]
+    rest = buffer.refill(held, lambda batch: int(staleness(batch, controller.version).max(initial=0)))
+    stream.returned = [prompt.index for prompt in rest] + state.get("returned", [])
+    again = len(batches) - len(buffer.slots(State.FINISHED))
+    if again or rest:
+        controller.tracker.say(
+            f"{again} finished prompts do not fit max_staleness={buffer.max_staleness} and a buffer of {buffer.capacity} and "
+            f"are sampled again; {len(rest)} prompts wait for a free slot."
+        )
 
 
 def check_prompts(directory: Path, stream: PromptStream) -> None:

@@ -6,9 +6,12 @@ from copy import deepcopy
 from typing import ClassVar
 
 import pytest
+from kill_points import trained
 from local import run
 
-from trainer import glossary
+from rlframe.config import CheckpointConfig
+from trainer import glossary, recovery
+from trainer.checkpoints import Checkpoints
 from trainer.compose import configs_dir
 from workers.rollout.worker import RolloutWorker
 
@@ -92,6 +95,30 @@ def test_asynchronous_resume_trains_every_prompt_once(tmp_path):
     rows = run(tmp_path, *options, "steps=4", resume=True)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["off_policy/in_flight"] <= 3 * 8
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_a_smaller_buffer_inside_the_smaller_bound(tmp_path):
+    """What does not fit is sampled again, also by an attempt after that; each prompt is trained on once, or still held."""
+    common = ["checkpoint.every=1", "log.rollouts_every=1", "log.rollouts_count=8"]
+    smaller = ["max_staleness=1", "batch_size=4", "reorder_window=2"]
+    run(tmp_path, *common, "max_staleness=3", "steps=2")
+    states = [last_state(tmp_path)]
+    for steps in (3, 9):
+        rows = run(tmp_path, *common, *smaller, f"steps={steps}", resume=True)
+        states.append(last_state(tmp_path))
+    first, second, last = ([slot["index"] for slot in state["slots"]] for state in states)
+    assert len(first) > 6 >= len(second) and states[1]["returned"], "some had to wait"
+    assert first[-len(states[1]["returned"]) :] == states[1]["returned"]
+    assert max(row["off_policy/max"] for row in rows[3:]) <= 1
+    assert all(row["off_policy/in_flight"] <= 6 for row in rows[3:])
+    used = [row["index"] for row in trained(tmp_path)]
+    assert sorted(used + last + states[-1]["returned"]) == list(range(states[-1]["position"]))
+    assert len(used) == 2 * 8 + 7 * 4
+
+
+def last_state(run_dir):
+    return recovery.read_state(Checkpoints(run_dir, CheckpointConfig()).newest()[0])
 
 
 class Recorder(RolloutWorker):

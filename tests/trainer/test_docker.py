@@ -36,7 +36,7 @@ FIELDS = {
         "scaleStrategy suspend template"
     ),
 }
-"""Fields that KubeRay's RayJob (ray.io/v1, 1.5) has at each level."""
+"""Fields that KubeRay's RayJob (ray.io/v1, 1.5.1) has at each level."""
 
 
 def dockerfile(name: str) -> list[list[str]]:

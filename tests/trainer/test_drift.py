@@ -18,16 +18,19 @@ def test_allowed_changes_are_named_with_both_values():
     assert named[-1] == "eval.every: 20 -> 3"
     assert changes(compose(SAVED), compose(SAVED)) == []
     assert changes(compose(SAVED), compose([*SAVED, "run_dir=elsewhere"])) == [], "a run may be moved"
-    assert changes(compose(SAVED), compose([*SAVED, "max_staleness=3"])) == ["max_staleness: 2 -> 3"]
+    for override in ("batch_size: 16 -> 8", "max_staleness: 2 -> 1", "reorder_window: 0 -> 4"):
+        key, _, value = override.replace(": ", " ").replace(" -> ", " ").split()
+        assert changes(compose(SAVED), compose([*SAVED, f"{key}={value}"])) == [override], "what does not fit is sampled again"
 
 
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
         ("seed=2", "seed was 1 when the checkpoint was written and is 2 now, but it decides which prompts there are"),
-        ("batch_size=32", "batch_size was 16 .* is 32 now, but the buffer in the checkpoint is filled for that size"),
-        ("max_staleness=1", "max_staleness was 2 .* is 1 now, but trajectories that wait in the checkpoint may be staler"),
-        ("reorder_window=4", "reorder_window was 0 .* is 4 now, but the buffer in the checkpoint may be too full for that"),
+        (
+            "algorithm.rollouts_per_prompt=2",
+            "algorithm.rollouts_per_prompt was 1 .* is 2 now, but prompts that wait in the checkpoint were sampled that often",
+        ),
         ("actor=lora", "actor.mode was full .* is lora now, but the sessions in the checkpoint have other parameters"),
         ("critic.lora.rank=4", "critic.lora.rank was .* is 4 now"),
         ("model.build.hidden_size=128", "model.build was .* but the adapters in the checkpoint belong to the base model"),

@@ -1,7 +1,11 @@
 """An engine process ends after its owner, also when that was killed."""
 
+import os
+import signal
 import subprocess
 import sys
+
+import pytest
 
 ENGINE = (
     "from workers.rollout.owner import end_with_owner; import time; end_with_owner(); print('up', flush=True); time.sleep(60)"
@@ -11,16 +15,19 @@ import os, subprocess, sys
 os.environ["RLFRAME_ENGINE_OWNER"] = str(os.getpid())
 engine = subprocess.Popen([sys.executable, "-c", {ENGINE!r}], stdout=subprocess.PIPE)
 engine.stdout.readline()
-print("up", flush=True)
+print(engine.pid, flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_killed_owner_takes_its_engine_along():
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_killed_owner_takes_its_engine_along_also_one_that_is_stopped(stopped):
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert owner.stdout.readline() == b"up\n"
+    engine = int(owner.stdout.readline())
+    if stopped:
+        os.kill(engine, signal.SIGSTOP)
     owner.kill()
     owner.wait()
     # The engine inherited stderr: it reads as ended only when the engine is gone too.
