@@ -87,10 +87,8 @@ def with_head(batch: Batch, k: int) -> Batch:
     return replace(batch, **dict(zip(("head_ids", "head_logprobs"), cut, strict=True)))
 
 
-def parameter_gradients(
-    session: Session, batch: Batch, advantages: dict[str, np.ndarray], sizes: list[int]
-) -> dict[tuple[str, str, int | str], Tensor]:
-    """(name of the advantages, rule, k or ``exact``) -> the gradient of a session's parameters for a whole batch, as a vector.
+def parameter_gradients(session: Session, batch: Batch, sizes: list[int]) -> dict[tuple[str, int | str], Tensor]:
+    """(rule, k or ``exact``) -> the gradient of a session's parameters for a whole batch with all advantages 1, as a vector.
 
     All loss gradients go back through one forward pass. What ``exact`` sends back is `exact`; the others are what `PolicyLoss`
     sends back.
@@ -98,13 +96,12 @@ def parameter_gradients(
     Args:
         session: of a backbone in this process alone.
         batch: heads over the whole vocabulary.
-        advantages: float32[N] by name.
         sizes: heads to cut; 0 for the loss that is not centred.
     """
     rows, producers = action_rows(batch)
     parameters = [t.parameter for t in session.trainables]
     log_q, tokens = dense_sampler(batch), torch.from_numpy(batch.tokens[rows]).long()
-    found = {}
+    found: dict[tuple[str, int | str], Tensor] = {}
     assert session.adapter is not None
     with session.adapter.active():
         hidden, head = session.backbone.run(batch, lambda hidden, head: (hidden, head))
@@ -115,19 +112,16 @@ def parameter_gradients(
             return torch.cat([part.flatten().double() for part in parts])
 
         for rule in RULES:
-            dz = exact(rule, log_p, log_q, tokens)
-            for name, values in advantages.items():
-                scaled = torch.from_numpy(values[rows]).double().unsqueeze(1) * dz
-                d_hidden = torch.zeros_like(hidden)
-                d_hidden[producers] = scaled.float() @ head.weight.detach().float()
-                found[name, rule, "exact"] = through(d_hidden)
-                for k in sizes:
-                    loss = PolicyLoss(algorithm(rule, centred=k > 0))
-                    cut = replace(with_head(batch, k), advantages=values)
-                    leaf = hidden.detach().requires_grad_()
-                    total = loss(LossInputs(leaf, cut, head)).loss
-                    assert total is not None
-                    found[name, rule, k] = through(torch.autograd.grad(total, leaf)[0])
+            d_hidden = torch.zeros_like(hidden)
+            d_hidden[producers] = exact(rule, log_p, log_q, tokens).float() @ head.weight.detach().float()
+            found[rule, "exact"] = through(d_hidden)
+            for k in sizes:
+                loss = PolicyLoss(algorithm(rule, centred=k > 0))
+                cut = replace(with_head(batch, k), advantages=np.ones(batch.num_tokens, np.float32))
+                leaf = hidden.detach().requires_grad_()
+                total = loss(LossInputs(leaf, cut, head)).loss
+                assert total is not None
+                found[rule, k] = through(torch.autograd.grad(total, leaf)[0])
     return found
 
 

@@ -15,7 +15,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 
@@ -97,10 +96,7 @@ def measure(run: Path) -> dict[str, Any]:
         sums = found if sums is None else added(sums, found)
     assert sums is not None
     count = len(rows)
-    owner = np.repeat(np.arange(len(batch)), batch.lengths)
-    signs = np.where(owner % 2 == 0, 1.0, -1.0)
-    advantages = {"all 1": np.ones(batch.num_tokens, np.float32), "+1 and -1 in turn": signs.astype(np.float32)}
-    parameters = gradients.parameter_gradients(session, batch, advantages, PARAMETER_SIZES)
+    parameters = gradients.parameter_gradients(session, batch, PARAMETER_SIZES)
     return {
         "tokens": count,
         "trajectories": len(batch),
@@ -113,9 +109,7 @@ def measure(run: Path) -> dict[str, Any]:
             }
             for rule, by_size in sums["wrong"].items()
         },
-        "parameters": {
-            name: {rule: _parameter_errors(parameters, name, rule) for rule in gradients.RULES} for name in advantages
-        },
+        "parameters": {rule: _parameter_errors(parameters, rule) for rule in gradients.RULES},
     }
 
 
@@ -123,12 +117,12 @@ def _quotient(squares: float, of: float) -> float | None:
     return (squares / of) ** 0.5 if of > 0 else None
 
 
-def _parameter_errors(found: dict[tuple[str, str, int | str], torch.Tensor], name: str, rule: str) -> dict[int, Any]:
-    wanted, plain = found[name, rule, "exact"], found[name, rule, 0]
+def _parameter_errors(found: dict[tuple[str, int | str], torch.Tensor], rule: str) -> dict[int, Any]:
+    wanted, plain = found[rule, "exact"], found[rule, 0]
     return {
         k: {
-            "of_gradient": gradients.relative_error(found[name, rule, k], wanted),
-            "of_correction": gradients.relative_error(found[name, rule, k], wanted, plain),
+            "of_gradient": gradients.relative_error(found[rule, k], wanted),
+            "of_correction": gradients.relative_error(found[rule, k], wanted, plain),
         }
         for k in PARAMETER_SIZES
     }
@@ -144,21 +138,19 @@ def cost(run: Path) -> dict[str, float]:
 def tables(errors: dict[str, Any], costs: dict[str, dict[str, float]]) -> str:
     """Markdown."""
 
-    def percent(cell: dict[str, float | None], key: str) -> str:
+    def number(cell: dict[str, float | None], key: str) -> str:
         return "-" if cell.get(key) is None else f"{cell[key]:.2g}"
 
     lines = []
     for sampler, found in errors.items():
         lines += [f"\n{sampler}: {found['tokens']} tokens, KL(q, p) {found['kl']:.2g}\n"]
-        names = [f"{rule}, {what}" for rule in gradients.RULES for what in ("logits", *found["parameters"])]
+        names = [f"{rule}, {what}" for rule in gradients.RULES for what in ("logits", "adapter")]
         lines += ["| k | mass q | mass p | " + " | ".join(names) + " |", "|" + "---|" * (3 + len(names))]
         for k in [*map(str, SIZES), str(max(int(k) for k in found["logits"]["none"]))]:
             cells = [f"{x:.4f}" for x in found["mass"].get(k, ())] or ["-", "-"]
             for rule in gradients.RULES:
-                places = [found["logits"][rule], *(by_rule[rule] for by_rule in found["parameters"].values())]
-                cells += [
-                    f"{percent(c, 'of_gradient')} ({percent(c, 'of_correction')})" for c in (p.get(k, {}) for p in places)
-                ]
+                errors_of = [found[what][rule].get(k, {}) for what in ("logits", "parameters")]
+                cells += [f"{number(e, 'of_gradient')} ({number(e, 'of_correction')})" for e in errors_of]
             lines.append(f"| {k} | " + " | ".join(cells) + " |")
     lines += ["\n| k | seconds of `train_actor` | sampled tokens a second |", "|---|---|---|"]
     lines += [f"| {k} | {c['train_actor']:.2f} | {c['tokens_per_s']:.0f} |" for k, c in costs.items() if c]
@@ -170,7 +162,7 @@ def draw(errors: dict[str, Any], output: Path) -> None:
     figure, axes = plt.subplots(2, len(errors), figsize=(3.6 * len(errors), 6.4), sharey="row", squeeze=False)
     for column, (sampler, found) in enumerate(errors.items()):
         for rule, colour in zip(gradients.RULES, ("C0", "C1", "C2"), strict=True):
-            panels = (found["logits"], found["parameters"]["all 1"])
+            panels = (found["logits"], found["parameters"])
             for axis, by_rule in zip(axes[:, column], panels, strict=True):
                 points = {int(k): v["of_gradient"] for k, v in by_rule[rule].items() if v["of_gradient"] > 0}
                 plain = points.pop(0, None)

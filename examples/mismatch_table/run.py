@@ -47,7 +47,7 @@ def write_prompts(path: Path) -> None:
 
 
 def measured(run: Path) -> dict[str, tuple[float, float]] | None:
-    """(K3, largest absolute log-ratio) of ``zero`` (step 1) and ``trained`` (the last step); None for a run that is not done."""
+    """(K3, largest absolute log-ratio) of ``zero`` (step 1) and ``trained`` (the last step); None if it is not there yet."""
     rows = {row["step"]: row for row in rows_of(run)}
     steps = yaml.safe_load((run / "config.yaml").read_text())["steps"] if rows else None
     if steps not in rows:
