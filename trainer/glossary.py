@@ -164,6 +164,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "the drift that score centering removes",
             "Grows beside the advantage: the policy is pulled toward its sampler; use a `_sc` preset.",
         ),
+        Metric(
+            "rollout_corr/log_ratio_abs_max",
+            "largest abs(log p - log q) of a sampled token, nats; 0 only where sampler and trainer agree to the bit",
+            "Above 1 at `max_staleness=0`: one token in the batch sees another model; compare dtypes and `rollout.weight_sync`.",
+        ),
         Metric("rollout_corr/chi2_token", "E[r^2] - 1 over tokens: the variance that ratios add"),
         Metric(
             "rollout_corr/chi2_seq",

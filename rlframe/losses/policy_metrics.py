@@ -52,6 +52,7 @@ def _mismatch(metrics: Metrics, logprobs: np.ndarray, sampler: np.ndarray, segme
     metrics.mean("rollout_corr/k3_kl", (np.expm1(bounded) - bounded).sum(), count)
     # E_q |1 - p/q| = sum_v |q_v - p_v|: the L1 norm of the sampler's expected score E_q[d log p / d logits] = q - p.
     metrics.mean("rollout_corr/expected_score_l1", np.abs(np.expm1(bounded)).sum(), count)
+    metrics.max("rollout_corr/log_ratio_abs_max", np.abs(log_ratio).max())
     metrics.mean("rollout_corr/chi2_token", np.expm1(2 * bounded).sum(), count)
     lengths = np.bincount(segments, minlength=trajectories)
     acting = lengths > 0

@@ -141,6 +141,7 @@ def test_metrics_equal_their_definitions() -> None:
     expected = {
         "rollout_corr/kl": -log_r.mean(),
         "rollout_corr/k3_kl": (np.exp(log_r) - 1 - log_r).mean(),
+        "rollout_corr/log_ratio_abs_max": np.abs(log_r).max(),
         "rollout_corr/chi2_token": (np.exp(log_r) ** 2).mean() - 1,
         "rollout_corr/chi2_seq": np.mean([np.exp(2 * log_r[s].sum()) for s in sequences]) - 1,
         "rollout_corr/training_ppl": np.mean([np.exp(-log_p[s].mean()) for s in sequences]),
