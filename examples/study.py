@@ -2,8 +2,9 @@
 
 python examples/study.py examples/quantized_sampler/study.yaml [steps=50 ...] [--seeds 0 1] [--arms TIS] [--jobs 2]
 
-A study is a YAML file: ``common`` overrides, ``arms`` (name: overrides), ``seeds`` and the ``metrics`` to draw. Runs go to
-``runs/<folder>/<file>/``, the picture beside the file; a run that is complete is not run again, one that was interrupted goes on.
+A study is a YAML file: ``common`` overrides, ``arms`` (name: overrides), ``seeds``, the ``metrics`` to draw and the ``table``.
+Runs go to ``runs/<folder>/<file>/``, the picture beside the file. A run that is complete is not run again, one that was
+interrupted goes on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def rows_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def train(run: Path, folder: Path, overrides: list[str]) -> None:
+def train(run: Path, overrides: list[str], folder: Path | None = None) -> None:
     """One run, unless it is complete; modules and models of the study's own are found in its ``folder``."""
     command = [str(Path(sys.executable).parent / "rlframe")]
     if (run / "config.yaml").exists():
@@ -48,7 +49,9 @@ def train(run: Path, folder: Path, overrides: list[str]) -> None:
     else:
         command += ["train", f"run_dir={run}", f"name={run.name}", *overrides]
     print(" ".join(command), flush=True)
-    subprocess.run(command, check=True, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")})
+    subprocess.run(
+        command, check=True, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    )
 
 
 def value(row: dict, metric: str) -> float | None:
@@ -59,57 +62,80 @@ def value(row: dict, metric: str) -> float | None:
     return row.get(metric)
 
 
-def curve(run: Path, metric: str, window: int) -> dict[int, float]:
-    """step -> value, averaged over ``window`` steps where it is measured at every step."""
-    points = [(row["step"], value(row, metric)) for row in rows_of(run)]
-    points = [(step, v) for step, v in points if v is not None and v == v]
-    if metric.startswith("eval/"):
-        return dict(points)
-    chunks = [points[i : i + window] for i in range(0, len(points), window)]
+def series(run: Path, metric: str) -> dict[int, float]:
+    """step -> value, where it was measured."""
+    points = {row["step"]: value(row, metric) for row in rows_of(run)}
+    return {step: v for step, v in points.items() if v is not None and v == v}
+
+
+def smoothed(points: dict[int, float], window: int) -> dict[int, float]:
+    """Means of ``window`` values in a row, at the step of the last of them."""
+    items = list(points.items())
+    chunks = [items[i : i + window] for i in range(0, len(items), window)]
     return {chunk[-1][0]: mean(v for _, v in chunk) for chunk in chunks}
 
 
+def seconds(run: Path) -> dict[int, float]:
+    """step -> seconds of training until then, without evaluations."""
+    total, result = 0.0, {}
+    for row in rows_of(run):
+        total += row.get("time/step", 0.0) - row.get("time/eval", 0.0)
+        result[row["step"]] = total
+    return result
+
+
 def draw(study: dict, runs: dict[str, list[Path]], output: Path) -> None:
-    """Mean over seeds as a line, smallest to largest as a band."""
+    """Mean over seeds as a line, smallest to largest as a band; ``METRIC by seconds`` against the clock instead of the step."""
     metrics = study["metrics"]
     columns = min(len(metrics), 2)
     figure, _ = plt.subplots(-(-len(metrics) // columns), columns, figsize=(5.4 * columns, 3.3 * -(-len(metrics) // columns)))
-    for axis, (metric, label) in zip(figure.axes, metrics.items(), strict=True):
+    for axis, (what, label) in zip(figure.axes, metrics.items(), strict=False):
+        metric, _, unit = what.partition(" by ")
+        window = 1 if metric.startswith("eval/") else study.get("window", 10)
         for arm, paths in runs.items():
-            curves = [c for path in paths if (c := curve(path, metric, study.get("window", 10)))]
+            curves = {path: c for path in paths if (c := smoothed(series(path, metric), window))}
             if not curves:
                 continue
-            steps = sorted(set.intersection(*(set(c) for c in curves)))
-            means = [mean(c[s] for c in curves) for s in steps]
-            (line,) = axis.plot(steps, means, label=arm)
+            steps = sorted(set.intersection(*(set(c) for c in curves.values())))
+            columns_of = [[c[s] for c in curves.values()] for s in steps]
+            clocks = [seconds(path) for path in curves]
+            x = [mean(clock[s] for clock in clocks) for s in steps] if unit == "seconds" else steps
+            (line,) = axis.plot(x, [mean(c) for c in columns_of], label=arm)
             axis.fill_between(
-                steps, [min(c[s] for c in curves) for s in steps], [max(c[s] for c in curves) for s in steps],
-                color=line.get_color(), alpha=0.15, linewidth=0,
-            )  # fmt: skip
-        if metric in study.get("log_scale", ()):
-            axis.set_yscale("log")
-        axis.set_xlabel("step")
+                x, [min(c) for c in columns_of], [max(c) for c in columns_of], color=line.get_color(), alpha=0.15, linewidth=0
+            )
+        axis.set_xlabel(unit or "step")
         axis.set_title(label, fontsize=9)
         axis.grid(alpha=0.3)
+    for axis in figure.axes[len(metrics) :]:
+        axis.set_visible(False)
     figure.axes[0].legend(fontsize=7)
     figure.suptitle(study["title"])
     figure.tight_layout()
     figure.savefig(output, dpi=100)
 
 
+REDUCED = {
+    "first": lambda values: values[0],
+    "best": max,
+    "last": lambda values: values[-1],
+    "late": lambda values: mean(values[-(-2 * len(values) // 3) :]),
+    "mean": mean,
+}
+"""What a table makes of a run's series; ``late``: mean of the last third."""
+
+
 def table(study: dict, runs: dict[str, list[Path]]) -> str:
-    """Markdown: for every arm the first, the best and the last held-out reward, mean and range over seeds."""
-    metric = next(name for name in study["metrics"] if name.startswith("eval/"))
-
-    def spread(values: list[float]) -> str:
-        return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-
-    lines = ["| arm | at first | best | at last |", "|---|---|---|---|"]
+    """Markdown: ``study["table"]`` maps a column to ``METRIC REDUCTION``; mean and range over seeds."""
+    columns = {label: what.rsplit(" ", 1) for label, what in study["table"].items()}
+    lines = [f"| arm | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for arm, paths in runs.items():
-        curves = [list(c.values()) for path in paths if (c := curve(path, metric, 1))]
-        if curves:
-            cells = [spread([pick(c) for c in curves]) for pick in (lambda c: c[0], max, lambda c: c[-1])]
-            lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+        cells = []
+        for metric, how in columns.values():
+            found = [REDUCED[how](list(points.values())) for path in paths if (points := series(path, metric))]
+            spread = f" ({min(found):.3g} to {max(found):.3g})" if len(found) > 1 else ""
+            cells.append(f"{mean(found):.3g}{spread}" if found else "-")
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -132,7 +158,7 @@ def main() -> None:
         with ThreadPoolExecutor(arguments.jobs) as pool:
             jobs = [
                 pool.submit(
-                    train, runs[arm][i], folder, [*QUIET, *study["common"], *overrides, f"seed={seed}", *arguments.overrides]
+                    train, runs[arm][i], [*QUIET, *study["common"], *overrides, f"seed={seed}", *arguments.overrides], folder
                 )
                 for i, seed in enumerate(seeds)
                 for arm, overrides in arms.items()
