@@ -33,6 +33,7 @@ from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
 from trainer.placement import plan
 from trainer.tracking import Tracker
+from trainer.wandb_log import id_file
 from workers.environments import make_environment
 from workers.environments.base import Environment
 from workers.group import LearnerGroup
@@ -74,8 +75,9 @@ def train(config: Config) -> Path:
             replace(run_dir / "config.yaml", to_yaml(config))
             attempts.repeat(config, checkpoints, None, partial(attempt, config, inputs, run_dir))
         except BaseException:
-            if not any(checkpoints.root.iterdir()):
-                (run_dir / "config.yaml").unlink(missing_ok=True)
+            if not any(checkpoints.root.iterdir()):  # whatever is tried next in this directory is another run
+                for path in (run_dir / "config.yaml", id_file(run_dir)):
+                    path.unlink(missing_ok=True)
             raise
     return run_dir
 

@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.config import Config
+from rlframe.files import replace
 from trainer.redact import redact_text, without_secrets
 
 MAX_TEXT = 10_000
 """Characters of one text in the table of rollouts."""
+
+
+def id_file(run_dir: Path) -> Path:
+    """Where a run directory keeps the id of its wandb run."""
+    return run_dir / "wandb" / "run_id"
 
 
 class WandbLog:
@@ -30,16 +36,18 @@ class WandbLog:
         Args:
             config: the job; ``log.wandb`` is not ``disabled``.
             run_dir: holds the folder ``wandb``.
-            run_id: of the run to go on with; None: the one that this directory began, or a new one.
+            run_id: of the run to go on with; None: the one that this directory began (its id is written down before wandb
+                hears of it, so that a crash before the first checkpoint loses nothing), or a new one.
             logged: last step that an earlier attempt has logged; -1: none.
         """
         import wandb
 
-        begun = run_dir / "wandb" / "run_id"
-        if run_id is None:
-            run_id = begun.read_text().strip() if begun.exists() else secrets.token_hex(4)
+        begun = id_file(run_dir)
+        if run_id is None and begun.exists():
+            run_id = begun.read_text().strip()
+        goes_on, run_id = run_id is not None, run_id or secrets.token_hex(4)
         begun.parent.mkdir(exist_ok=True)
-        begun.write_text(run_id + "\n")
+        replace(begun, run_id + "\n")
         mode: Any = config.log.wandb
         if mode == "auto":
             mode = "online" if _has_key() else "offline"
@@ -57,7 +65,7 @@ class WandbLog:
             allow_val_change=True,
             settings=wandb.Settings(silent=True, console="off", disable_code=True, x_disable_meta=not plain),
         )
-        self.first = logged + 1 if mode == "offline" else self.run.step
+        self.first = 0 if not goes_on else logged + 1 if mode == "offline" else self.run.step
         self.metrics_file = run_dir / "metrics.jsonl"
 
     @property

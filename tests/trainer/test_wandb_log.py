@@ -9,11 +9,14 @@ import pytest
 import wandb
 from wandb_file import wandb_files
 
+from rlframe.config import ConfigError
 from rlframe.types import Batch, Trajectory
 from trainer.compose import compose
 from trainer.redact import redact_text, without_secrets
+from trainer.run import train
 from trainer.samples import Sample
 from trainer.tracking import Tracker
+from trainer.wandb_log import id_file
 
 SECRET = "hf_" + "a1B2" * 8
 
@@ -60,7 +63,7 @@ def attempt(config, run_dir, resumed_from, steps, fails=False):
 
 @pytest.fixture(scope="module")
 def attempts(tmp_path_factory):
-    """Steps 0 to 4 and a crash; then, from the checkpoint of step 2, steps 3 to 6."""
+    """Crashes after step 1, before any checkpoint, and after step 4; then, from the checkpoint of step 2, steps 3 to 6."""
     run_dir = tmp_path_factory.mktemp("wandb") / "run"
     for folder in ("logs", "rollouts"):
         (run_dir / folder).mkdir(parents=True)
@@ -68,19 +71,19 @@ def attempts(tmp_path_factory):
     config.rollout.engine_args = {"hf_token": SECRET, "seed_of_kv": 3}
     argv, sys.argv = sys.argv, ["rlframe", "train", f"rollout.engine_args.hf_token={SECRET}"]
     try:
-        first = attempt(config, run_dir, -1, range(5), fails=True)
-        second = attempt(config, run_dir, 2, range(3, 7))
+        ids = [attempt(config, run_dir, -1, range(stop), fails=True) for stop in (2, 5)]
+        ids.append(attempt(config, run_dir, 2, range(3, 7)))
     finally:
         sys.argv = argv
     wandb.teardown()  # waits for wandb's own process, which writes the files
-    assert first == second
-    return run_dir, first, wandb_files(run_dir)
+    assert len(set(ids)) == 1
+    return run_dir, ids[0], wandb_files(run_dir)
 
 
 @pytest.mark.slow
-def test_both_attempts_are_one_run_and_its_steps_only_grow(attempts):
+def test_all_attempts_are_one_run_and_its_steps_only_grow(attempts):
     run_dir, run_id, files = attempts
-    assert [file.id for file in files] == [run_id, run_id]
+    assert [file.id for file in files] == [run_id] * 3
     assert [step for file in files for step in file.steps] == [0, 1, 2, 3, 4, 5, 6]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6], "the file has each step once, too"
@@ -99,8 +102,8 @@ def test_the_configuration_is_there_and_no_secret_is(attempts):
 
 @pytest.mark.slow
 def test_sampled_rollouts_are_a_table(attempts):
-    run_dir, _, (first, _) = attempts
-    entry = first.rows[3]["rollouts"]
+    run_dir, _, files = attempts
+    entry = [row for file in files for row in file.rows][3]["rollouts"]
     assert entry["_type"] == "table-file" and (entry["nrows"], entry["ncols"]) == (1, 10)
     (file,) = (run_dir / "wandb").glob(f"offline-run-*/files/{entry['path']}")
     shown = json.loads(file.read_text())
@@ -112,11 +115,21 @@ def test_sampled_rollouts_are_a_table(attempts):
 
 @pytest.mark.slow
 def test_the_summary_has_the_last_and_the_best_evaluation_of_all_attempts(attempts):
-    _, _, (first, second) = attempts
-    assert (first.exit_code, second.exit_code) == (1, 0)
-    assert second.summary["eval/arithmetic/reward"] == 0.6
-    assert second.summary["eval/arithmetic/reward/best"] == 0.9
-    assert second.summary["steps"] == 6
+    _, _, files = attempts
+    assert [file.exit_code for file in files] == [1, 1, 0]
+    assert files[-1].summary["eval/arithmetic/reward"] == 0.6
+    assert files[-1].summary["eval/arithmetic/reward/best"] == 0.9
+    assert files[-1].summary["steps"] == 6
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_leaves_its_place_to_another_one(tmp_path):
+    """`rlframe train` may be called again, then, and its steps are not added to those of the run that failed."""
+    id_file(tmp_path).parent.mkdir()
+    id_file(tmp_path).write_text("a1b2c3d4")
+    config = compose([f"run_dir={tmp_path}", "cluster.address=127.0.0.1:1", "rollout=torch"])
+    with pytest.raises(ConfigError, match="No Ray cluster answers"):
+        train(config)
+    assert not id_file(tmp_path).exists() and not (tmp_path / "config.yaml").exists()
 
 
 def test_what_looks_like_a_secret_is_hidden_and_nothing_else():

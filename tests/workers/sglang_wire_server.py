@@ -65,6 +65,11 @@ class WireServer:
         await site.start()
         return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
 
+    def hang_up(self) -> None:
+        """Close all connections, as servers do with those that were idle for some seconds."""
+        for handler in self.runner.server.connections:
+            handler.transport.close()
+
     async def stop(self) -> None:
         """End as a killed process does: connections break, nothing is answered."""
         for task in self.running.values():

@@ -71,6 +71,20 @@ def test_a_request_asks_for_the_whole_distribution_and_for_nothing_of_the_model_
     assert asyncio.run(body_of())["sampling_params"]["ignore_eos"] is True
 
 
+def test_a_server_that_hung_up_meanwhile_is_not_taken_for_a_dead_one(path):
+    async def ask():
+        async with connected(path) as (engine, server):
+            for _ in range(2):
+                server.hang_up()
+                completion = await engine.generate(prompt_of(4), SamplingParams(max_new_tokens=2))
+                server.hang_up()
+                await engine.pause()
+                await engine.resume()
+            return len(completion.ids)
+
+    assert asyncio.run(ask()) == 2
+
+
 def test_a_server_that_cannot_say_what_it_serves_is_refused(path):
     async def start():
         async with connected(path, own_checksums=True):

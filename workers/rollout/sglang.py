@@ -120,9 +120,10 @@ class SGLangEngine:
             here = cpu_arguments(self._config, itemsize, self._max_model_len) if on_cpu else {}
             self._process = ServerProcess(self._args | here | self._engine_args, threads=self._threads, on_cpu=on_cpu)
         address = self._url or self._process.url  # type: ignore[union-attr]  # one of the two is there
-        self._session = aiohttp.ClientSession(
-            address, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-        )
+        # A connection for each request: SGLang hangs up after 5 idle seconds, and a request that is sent at that moment would
+        # look as if the server had died.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(address, connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         await self._ready()
         await self._checksum()
         await self._label(0)
