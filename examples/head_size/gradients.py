@@ -10,8 +10,10 @@ code that training runs. Nothing here reads runs or draws.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -87,8 +89,17 @@ def with_head(batch: Batch, k: int) -> Batch:
     return replace(batch, **dict(zip(("head_ids", "head_logprobs"), cut, strict=True)))
 
 
-def parameter_gradients(session: Session, batch: Batch, sizes: list[int]) -> dict[tuple[str, int | str], Tensor]:
-    """(rule, k or ``exact``) -> the gradient of a session's parameters for a whole batch with all advantages 1, as a vector.
+class ParameterGradients(NamedTuple):
+    """What `parameter_gradients` found."""
+
+    vectors: dict[tuple[str, int | str], Tensor]
+    """(rule, k or ``exact``) -> the gradient of all parameters as one vector."""
+    seconds: dict[int, list[float]]
+    """k -> CPU seconds of the loss and its gradient in the hidden states, for every rule."""
+
+
+def parameter_gradients(session: Session, batch: Batch, sizes: list[int]) -> ParameterGradients:
+    """The gradient of a session's parameters for a whole batch with all advantages 1.
 
     All loss gradients go back through one forward pass. What ``exact`` sends back is `exact`; the others are what `PolicyLoss`
     sends back.
@@ -102,6 +113,7 @@ def parameter_gradients(session: Session, batch: Batch, sizes: list[int]) -> dic
     parameters = [t.parameter for t in session.trainables]
     log_q, tokens = dense_sampler(batch), torch.from_numpy(batch.tokens[rows]).long()
     found: dict[tuple[str, int | str], Tensor] = {}
+    seconds: dict[int, list[float]] = {k: [] for k in sizes}
     assert session.adapter is not None
     with session.adapter.active():
         hidden, head = session.backbone.run(batch, lambda hidden, head: (hidden, head))
@@ -119,10 +131,13 @@ def parameter_gradients(session: Session, batch: Batch, sizes: list[int]) -> dic
                 loss = PolicyLoss(algorithm(rule, centred=k > 0))
                 cut = replace(with_head(batch, k), advantages=np.ones(batch.num_tokens, np.float32))
                 leaf = hidden.detach().requires_grad_()
+                start = time.process_time()
                 total = loss(LossInputs(leaf, cut, head)).loss
                 assert total is not None
-                found[rule, k] = through(torch.autograd.grad(total, leaf)[0])
-    return found
+                (d_leaf,) = torch.autograd.grad(total, leaf)
+                seconds[k].append(time.process_time() - start)
+                found[rule, k] = through(d_leaf)
+    return ParameterGradients(found, seconds)
 
 
 @torch.no_grad()

@@ -96,7 +96,7 @@ def measure(run: Path) -> dict[str, Any]:
         sums = found if sums is None else added(sums, found)
     assert sums is not None
     count = len(rows)
-    parameters = gradients.parameter_gradients(session, batch, PARAMETER_SIZES)
+    parameters, seconds = gradients.parameter_gradients(session, batch, [*PARAMETER_SIZES, log_q.shape[1]])
     return {
         "tokens": count,
         "trajectories": len(batch),
@@ -109,6 +109,7 @@ def measure(run: Path) -> dict[str, Any]:
             }
             for rule, by_size in sums["wrong"].items()
         },
+        "cpu_seconds": {k: min(values) for k, values in seconds.items()},
         "parameters": {rule: _parameter_errors(parameters, rule) for rule in gradients.RULES},
     }
 
@@ -124,7 +125,8 @@ def _parameter_errors(found: dict[tuple[str, int | str], torch.Tensor], rule: st
             "of_gradient": gradients.relative_error(found[rule, k], wanted),
             "of_correction": gradients.relative_error(found[rule, k], wanted, plain),
         }
-        for k in PARAMETER_SIZES
+        for name, k in found
+        if name == rule and isinstance(k, int)
     }
 
 
@@ -182,6 +184,17 @@ def draw(errors: dict[str, Any], output: Path) -> None:
     figure.savefig(output, dpi=100)
 
 
+def train_all(study: dict[str, Any], only: str | None) -> None:
+    """Every run that is not there yet."""
+    for sampler, overrides in study["samplers"].items() if only != "cost" else ():
+        head = f"rollout.head_size={study['full']}"
+        train(ROOT / slug(sampler), [*QUIET, *study["common"], *overrides, *study["rollouts"], head])
+    for k in study["cost"]["sizes"] if only != "rollouts" else ():
+        run = ROOT / f"cost_{k}"
+        train(run, [*QUIET, *study["common"], *study["cost"]["overrides"], f"rollout.head_size={k}"])
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="measure again on the rollouts that are there")
@@ -191,24 +204,15 @@ def main() -> None:
     study = yaml.safe_load((FOLDER / "study.yaml").read_text())
     file = ROOT / "errors.json"
     errors: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    quiet = arguments.draw or arguments.measure
-    for sampler, overrides in study["samplers"].items() if arguments.only != "cost" else ():
+    if not arguments.draw and not arguments.measure:
+        train_all(study, arguments.only)
+    for sampler in study["samplers"] if not arguments.draw else ():
         run = ROOT / slug(sampler)
-        if not quiet:
-            head = f"rollout.head_size={study['full']}"
-            train(run, [*QUIET, *study["common"], *overrides, *study["rollouts"], head])
-        if not arguments.draw and (arguments.measure or sampler not in errors) and (run / "checkpoints" / "LATEST").exists():
+        if (arguments.measure or sampler not in errors) and (run / "checkpoints" / "LATEST").exists():
             errors[sampler] = json.loads(json.dumps(measure(run)))
             file.write_text(json.dumps(errors, indent=1))
-    costs = {}
-    for k in study["cost"]["sizes"]:
-        run = ROOT / f"cost_{k}"
-        if not quiet and arguments.only != "rollouts":
-            train(run, [*QUIET, *study["common"], *study["cost"]["overrides"], f"rollout.head_size={k}"])
-            shutil.rmtree(run / "checkpoints", ignore_errors=True)
-        costs[str(k)] = cost(run)
     draw(errors, FOLDER / "errors.png")
-    print(tables(errors, costs))
+    print(tables(errors, {str(k): cost(ROOT / f"cost_{k}") for k in study["cost"]["sizes"]}))
 
 
 if __name__ == "__main__":

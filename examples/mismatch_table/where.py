@@ -76,6 +76,19 @@ def token_by_token(model: Any, batch: Batch) -> np.ndarray:
 
 
 @torch.inference_mode()
+def normaliser(model: Any, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Twice float64[A] from the same float32 logits: log-softmax in float64, and torch's own in float32, as engines call it."""
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for t in batch:
+        ids = torch.from_numpy(t.tokens).long()[None]
+        logits = (model.model(ids, use_cache=False).last_hidden_state[0].float() @ model.lm_head.weight.float().T)[:-1]
+        acting = torch.from_numpy(t.action_mask[1:])
+        for wide, z in zip(found, (logits.double(), logits), strict=True):
+            wide.append(torch.log_softmax(z, -1).gather(1, ids[0, 1:, None])[:, 0][acting].double())
+    return torch.cat(found[0]).numpy(), torch.cat(found[1]).numpy()
+
+
+@torch.inference_mode()
 def at_once(model: Any, batch: Batch, wide_logits: bool) -> np.ndarray:
     """float64[A], a trajectory a call; the output projection in float32 (``wide_logits``) or in the model's dtype."""
     found = []
@@ -117,7 +130,9 @@ def comparisons(path: str, batch: Batch) -> Iterator[tuple[str, np.ndarray, np.n
         yield f"{name}: the trainer, packed or one trajectory a pass", packed, trainer(session, batch, 1)
         whole = at_once(model, batch, wide_logits=True)
         yield f"{name}: the trainer, or the model on one trajectory", packed, whole
-        yield f"{name}: output projection in float32, or in {name}", whole, at_once(model, batch, wide_logits=False)
+        yield f"{name}: log-softmax of the same logits in float64, or in float32", *normaliser(model, batch)
+        if dtype != torch.float32:
+            yield f"{name}: output projection in float32, or in {name}", whole, at_once(model, batch, wide_logits=False)
         yield f"{name}: the trainer, or token by token", packed, token_by_token(model, batch)
         updated = session_of(path, name, updated=True)
         merged = model_of(path, dtype, updated.sampler_tensors("full", name))

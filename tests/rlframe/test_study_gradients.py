@@ -76,7 +76,7 @@ def test_sums_over_tokens_do_not_depend_on_how_they_are_cut() -> None:
 def test_a_whole_head_trains_the_adapter_with_the_exact_gradient() -> None:
     case = make_case(0, vocabulary=VOCABULARY, k=VOCABULARY)
     session = random_backbone(0, VOCABULARY).create_session("actor", SessionSpec(lora=LoraConfig(rank=2)))
-    found = gradients.parameter_gradients(session, case.batch, [0, 1, VOCABULARY])
+    found = gradients.parameter_gradients(session, case.batch, [0, 1, VOCABULARY]).vectors
     for rule in gradients.RULES:
         wanted = found[rule, "exact"]
         assert gradients.relative_error(found[rule, VOCABULARY], wanted) < 1e-4
