@@ -6,6 +6,7 @@
 # make docs         write docs/settings.md, docs/presets.md and docs/metrics.md from what they describe
 # make docs-site    build the documentation into build/site, in an environment of its own; broken links are errors
 # make test-sglang  install SGLang into .venv-sglang (3.1 GB) and hold the real one to the engines' tests, on this CPU
+# make evidence-quick  short runs of two studies (docs/evidence.md), and whether their effects show; under 20 minutes on 2 cores
 # make smollm2      add SmolLM2-135M-Instruct (93 MB) for model=smollm2
 # make clean        remove the environment and caches, never runs/
 #
@@ -48,7 +49,8 @@ install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
 # Engines pin packages against each other: SGLang gets an environment of its own.
 WITH_SGLANG := $(MAKE) VENV=.venv-sglang REQUIREMENTS=requirements/sglang-cpu.txt
 
-.PHONY: quickstart install install-gpu install-dev install-sglang test test-clusters test-fast test-sglang run-sglang-tests check lint format docs docs-site smollm2 clean
+.PHONY: quickstart install install-gpu install-dev install-sglang test test-clusters test-fast test-sglang run-sglang-tests check lint format docs docs-site \
+  evidence-quick smollm2 clean
 
 quickstart: $(RUNTIME)
 	@if [ -e runs/quickstart ]; then \
@@ -100,6 +102,9 @@ docs: $(RUNTIME)
 
 docs-site: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+
+evidence-quick: $(DEV)
+	$(BIN)/python examples/evidence_quick.py
 
 smollm2: $(SMOLLM2)
 

@@ -125,6 +125,12 @@ REDUCED = {
 """What a table makes of a run's series; ``late``: mean of the last third."""
 
 
+def reduced(run: Path, metric: str, how: str) -> float | None:
+    """One number of a run; None where it has none."""
+    points = series(run, metric)
+    return REDUCED[how](list(points.values())) if points else None
+
+
 def table(study: dict, runs: dict[str, list[Path]]) -> str:
     """Markdown: ``study["table"]`` maps a column to ``METRIC REDUCTION``; mean and range over seeds."""
     columns = {label: what.rsplit(" ", 1) for label, what in study["table"].items()}
@@ -132,11 +138,37 @@ def table(study: dict, runs: dict[str, list[Path]]) -> str:
     for arm, paths in runs.items():
         cells = []
         for metric, how in columns.values():
-            found = [REDUCED[how](list(points.values())) for path in paths if (points := series(path, metric))]
+            found = [number for path in paths if (number := reduced(path, metric, how)) is not None]
             spread = f" ({min(found):.3g} to {max(found):.3g})" if len(found) > 1 else ""
             cells.append(f"{mean(found):.3g}{spread}" if found else "-")
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def run_all(
+    path: Path, *, root: Path, arms: list[str] | None = None, seeds: list[int] | None = None,
+    overrides: list[str] | None = None, jobs: int = 1, train_them: bool = True,
+) -> dict[str, list[Path]]:  # fmt: skip
+    """Train what is not complete yet of the study in ``path``; arm -> run directories under ``root``, one for each seed."""
+    study = yaml.safe_load(path.read_text())
+    chosen = {name: study["arms"][name] for name in arms or study["arms"]}
+    numbers = study["seeds"] if seeds is None else seeds
+    runs = {arm: [root.resolve() / f"{slug(arm)}_{seed}" for seed in numbers] for arm in chosen}
+    if train_them:
+        with ThreadPoolExecutor(jobs) as pool:
+            tasks = [
+                pool.submit(
+                    train,
+                    runs[arm][i],
+                    [*QUIET, *study["common"], *own, f"seed={seed}", *(overrides or [])],
+                    path.resolve().parent,
+                )
+                for i, seed in enumerate(numbers)
+                for arm, own in chosen.items()
+            ]
+        for task in tasks:
+            task.result()
+    return runs
 
 
 def main() -> None:
@@ -147,25 +179,18 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--draw", action="store_true", help="only draw what is there")
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
-    study = yaml.safe_load(arguments.study.read_text())
-    arms = {name: study["arms"][name] for name in arguments.arms or study["arms"]}
-    seeds = arguments.seeds or study["seeds"]
-    folder = arguments.study.resolve().parent
-    root = Path("runs").resolve() / folder.name / arguments.study.stem
-    runs = {arm: [root / f"{slug(arm)}_{seed}" for seed in seeds] for arm in arms}
-    if not arguments.draw:
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            jobs = [
-                pool.submit(
-                    train, runs[arm][i], [*QUIET, *study["common"], *overrides, f"seed={seed}", *arguments.overrides], folder
-                )
-                for i, seed in enumerate(seeds)
-                for arm, overrides in arms.items()
-            ]
-        for job in jobs:
-            job.result()
-    draw(study, runs, arguments.study.with_suffix(".png"))
+    given = parser.parse_args()
+    runs = run_all(
+        given.study,
+        root=Path("runs") / given.study.resolve().parent.name / given.study.stem,
+        arms=given.arms,
+        seeds=given.seeds,
+        overrides=given.overrides,
+        jobs=given.jobs,
+        train_them=not given.draw,
+    )
+    study = yaml.safe_load(given.study.read_text())
+    draw(study, runs, given.study.with_suffix(".png"))
     print(table(study, runs))
 
 
