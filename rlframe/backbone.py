@@ -122,7 +122,7 @@ class Backbone:
             recompute_activations(model)
         runner = _Runner(model)
         if mesh is not None:
-            shard(runner, model, mesh, DTYPES[dtype])
+            shard(runner, model, mesh, DTYPES[dtype], trainable=trainable)
         materialise(model, device)
         ranks.together(lambda: load_weights(model, Path(path), ranks))
         backbone = cls(model, runner, path=Path(path), ranks=ranks, device=device)
@@ -244,9 +244,10 @@ class Backbone:
         self.packs = not leaks
 
     def reshard(self) -> None:
-        """Leave the root sharded, as it is outside of forward and backward."""
-        if isinstance(self._runner, FSDPModule):
-            self._runner.reshard()
+        """Leave everything sharded, as it is outside of forward and backward: what stayed whole would miss the next step."""
+        for module in self._runner.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def reset(self) -> None:
         """Bring FSDP back to rest after a pass that was broken off."""

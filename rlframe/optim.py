@@ -11,12 +11,17 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
 from rlframe.config import ConfigError, OptimConfig
 from rlframe.ranks import Ranks
 
 SCHEDULES = ("constant", "linear", "cosine")
+LANES = 16
+"""Float32 numbers in the widest vector register of a CPU."""
+NORM_RUN = 1024
+"""Elements whose squares are added in float32; all of a parameter would lose three digits that way."""
 
 
 def check_optim(config: OptimConfig) -> None:
@@ -123,12 +128,8 @@ class Trainable:
         """AdamW's exp_avg, exp_avg_sq and step count, made on first use."""
         if self.exp_avg is None or self.exp_avg_sq is None or self.step is None:
             self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
-            self.step = torch.zeros((), device=self.master.device if _fused(self.master) else None)
+            self.step = torch.zeros((), device=self.master.device)
         return self.exp_avg, self.exp_avg_sq, self.step
-
-
-def _fused(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
 
 
 def reduce_gradients(trainables: list[Trainable], ranks: Ranks) -> list[Trainable]:
@@ -160,27 +161,71 @@ def gradient_norm(trainables: list[Trainable], ranks: Ranks) -> float:
     for t in trainables:
         assert t.gradient is not None
         if t.gradient.numel():
-            squares[int(t.sharded)] += torch.linalg.vector_norm(t.gradient, dtype=torch.float64).square()
+            squares[int(t.sharded)] += _square_sum(t.gradient.flatten())
     if ranks.size > 1 and any(t.sharded for t in trainables):
         ranks.sum_(squares[1:])
     return float(squares.sum().sqrt())
 
 
+def _square_sum(flat: Tensor) -> Tensor:
+    """Sum of squares [] in float64 of float32[n]: short runs in float32, which loses no more than their rounding."""
+    whole = len(flat) // NORM_RUN * NORM_RUN
+    runs = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_RUN), dim=1)
+    return runs.double().square().sum() + torch.linalg.vector_norm(flat[whole:], dtype=torch.float64).square()
+
+
+class _Pieces:
+    """Flat tensors for the fused AdamW kernel, cut so that it steps every element alike, however parameters are sharded.
+
+    On a CPU it takes `LANES` elements at a time and the rest of a tensor one by one, with another rounding: a rest is padded.
+    """
+
+    def __init__(self) -> None:
+        self.columns: tuple[list[Tensor], ...] = ([], [], [], [])
+        """Masters, gradients, exp_avg, exp_avg_sq."""
+        self.steps: list[Tensor] = []
+        self._rests: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, t: Trainable) -> None:
+        """One parameter with its gradient."""
+        assert t.gradient is not None
+        *moments, step = t.moments()
+        flats = [x.view(-1) for x in (t.master, t.gradient, *moments)]
+        rest = len(flats[0]) % LANES if flats[0].device.type == "cpu" else 0
+        if rest:
+            padded = [pad(x[-rest:], (0, LANES - rest)) for x in flats]
+            self._rests += [(x[-rest:], p) for x, p in zip(flats, padded, strict=True)]
+            self._append(padded, step.clone())
+        self._append([x[: len(x) - rest] for x in flats], step)
+
+    def _append(self, flats: list[Tensor], step: Tensor) -> None:
+        for column, flat in zip(self.columns, flats, strict=True):
+            column.append(flat)
+        self.steps.append(step)
+
+    def finish(self) -> None:
+        """Bring the padded elements home."""
+        for place, padded in self._rests:
+            place.copy_(padded[: len(place)])
+
+
 @torch.no_grad()
 def adamw_step(trainables: list[Trainable], config: OptimConfig, *, lr: float) -> None:
     """One AdamW update (decoupled weight decay) of the masters by their gradients; consumes the gradients."""
-    trainables = [t for t in trainables if t.master.numel()]
-    moments = [t.moments() for t in trainables]
-    if trainables:
+    pieces = _Pieces()
+    for t in trainables:
+        if t.master.numel():
+            pieces.add(t)
+    if pieces.steps:
+        masters, gradients, exp_avgs, exp_avg_sqs = pieces.columns
         adamw(
-            [t.master for t in trainables],
-            [t.gradient for t in trainables if t.gradient is not None],
-            [m[0] for m in moments],
-            [m[1] for m in moments],
+            masters,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
             [],
-            [m[2] for m in moments],
-            foreach=not _fused(trainables[0].master),
-            fused=_fused(trainables[0].master),
+            pieces.steps,
+            fused=True,
             amsgrad=False,
             beta1=config.betas[0],
             beta2=config.betas[1],
@@ -189,5 +234,6 @@ def adamw_step(trainables: list[Trainable], config: OptimConfig, *, lr: float) -
             eps=config.eps,
             maximize=False,
         )
+        pieces.finish()
     for t in trainables:
         t.publish()

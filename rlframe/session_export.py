@@ -62,13 +62,14 @@ def sampler_tensors(session: Session, mode: str, dtype: torch.dtype) -> dict[str
     if mode == "adapter":
         return {name: tensor.cpu() for name, tensor in _adapter_tensors(session, dtype).items()} if keep else {}
     tensors: dict[str, Tensor] = {}
+    remembered = mode == "merged" or session.adapter is None
     total = 0
     for group in _module_groups(session, dtype, changed_only=mode == "merged"):
         if keep:
-            total += sum(bit_sum(tensor) for tensor in group.values())
+            total += sum(bit_sum(tensor) for tensor in group.values()) if remembered else 0
             tensors.update({name: t.cpu().contiguous() for name, t in backbone.checkpoint_names(group).items()})
-    if mode == "merged":
-        session.merged_bits = (session.revision, dtype, total)
+    if remembered:
+        session.sent_bits = (session.revision, dtype, total)
     return tensors
 
 
@@ -79,19 +80,21 @@ def sampler_checksum(session: Session, mode: str, dtype: torch.dtype) -> str:
     if mode == "adapter":
         return f"{sum(bit_sum(t) for t in _adapter_tensors(session, dtype).values()) % 2**64:016x}"
     if session.adapter is None:
-        return f"{backbone.bit_sum(dtype) % 2**64:016x}"
+        return f"{_sent_bits(session, dtype) % 2**64:016x}"
     unchanged = backbone.bit_sum(dtype, without=session.adapter.deltas().keys())
-    return f"{(unchanged + _merged_bits(session, dtype)) % 2**64:016x}"
+    return f"{(unchanged + _sent_bits(session, dtype)) % 2**64:016x}"
 
 
-def _merged_bits(session: Session, dtype: torch.dtype) -> int:
-    """Bit sum of the parameters that the adapter changes; rank 0 remembers it from `sampler_tensors`."""
+def _sent_bits(session: Session, dtype: torch.dtype) -> int:
+    """Bit sum of the parameters that the session changes; rank 0 remembers it from `sampler_tensors`."""
     ranks = session.backbone.ranks
-    known = session.merged_bits
+    known = session.sent_bits
     if known is None or known[:2] != (session.revision, dtype):
+        if session.adapter is None:
+            return session.backbone.bit_sum(dtype)
         groups = _module_groups(session, dtype, changed_only=True)
         known = (session.revision, dtype, sum(bit_sum(t) for group in groups for t in group.values()))
-        session.merged_bits = known
+        session.sent_bits = known
     return ranks.total(known[2] if ranks.rank == 0 else 0)
 
 

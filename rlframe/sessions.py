@@ -74,8 +74,8 @@ class Session:
         """Optimiser steps taken."""
         self.revision = 0
         """Grows whenever the parameters change."""
-        self.merged_bits: tuple[int, torch.dtype, int] | None = None
-        """Bit sum of the merged parameters, with the revision and dtype it belongs to."""
+        self.sent_bits: tuple[int, torch.dtype, int] | None = None
+        """Bit sum of the merged, or of all, parameters that samplers got last, with the revision and dtype it belongs to."""
         lora = spec.lora or LoraConfig()
         self.adapter = None
         if spec.kind == "lora":
@@ -172,13 +172,13 @@ class Session:
         if not used:
             raise RuntimeError(f"Session {self.name!r} has no gradient to step on; call forward_backward first.")
         gradients = [t.gradient for t in used if t.gradient is not None]
-        torch._foreach_mul_(gradients, scale)
-        norm = gradient_norm(used, ranks)
+        norm = scale * gradient_norm(used, ranks)
         lr = learning_rate(optim, self.steps)
         result = {"grad_norm": norm, "lr": lr}
         if math.isfinite(norm):
             if optim.max_grad_norm is not None and norm > optim.max_grad_norm:
-                torch._foreach_mul_(gradients, optim.max_grad_norm / norm)
+                scale *= optim.max_grad_norm / norm
+            torch._foreach_mul_(gradients, scale)
             adamw_step(used, optim, lr=lr)
             self.steps += 1
             self.revision += 1

@@ -26,7 +26,7 @@ def _bfloat16_products() -> Iterator[None]:
 
     Exact for operands that were bfloat16 before; others are rounded to it.
     """
-    settings = torch.backends.mkldnn.matmul
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:

@@ -213,6 +213,7 @@ def forward_only_passes_leave_the_sharded_layout_usable(mesh: DeviceMesh, models
         session.forward(shard(batch, backbone), Policy(), TOKENS)
         assert all(isinstance(p, DTensor) for p in backbone.model.parameters())
         assert len(session.sampler_tensors("full", "float32")) == (24 if backbone.ranks.rank == 0 else 0)
+        _check_gradients(session, models["tied"], batch, Policy(), value=False)  # of the weights after the last step
         step(session, batch, Policy())
         assert all(isinstance(p, DTensor) for p in backbone.model.parameters())
         session.save(str(tmp / f"forward-only-{mesh.size()}"))
@@ -397,7 +398,7 @@ def samplers_get_what_the_checksum_says(mesh: DeviceMesh, models: dict[str, str]
             mode = "merged" if kind == "lora" else "full"
             tensors = session.sampler_tensors(mode, dtype)
             checksum = session.sampler_checksum(mode, dtype)
-            session.merged_bits = None
+            session.sent_bits = None
             assert session.sampler_checksum(mode, dtype) == checksum
             assert session.sampler_checksum("full", dtype) == checksum
             if backbone.ranks.rank == 0:

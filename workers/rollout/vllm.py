@@ -22,11 +22,12 @@ from workers.rollout import nccl
 from workers.rollout.engine import Completion, EngineDeadError, PauseMode, SamplingParams, WeightUpdate
 from workers.rollout.owner import OWNER_VARIABLE
 from workers.rollout.torch_engine import check_request
+from workers.rollout.weight_memory import WeightMemory
 
 T = TypeVar("T")
 
 CHUNK_BYTES = 256 * 2**20
-"""Weights travel to the engine core in messages of about this size."""
+"""Weights travel to the engine core in pieces of about this size."""
 CLOSE_S = 2.0
 """How long the engine core may take to end by itself."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -105,6 +106,7 @@ class VLLMEngine:
         self._vocabulary = 0
         self._seeds_allowed = False
         self._parameters: set[str] = set()
+        self._memory = WeightMemory()
 
     async def start(self) -> None:
         """Start the engine core and load the model from disk."""
@@ -172,10 +174,12 @@ class VLLMEngine:
             await self._call(nccl.receive(self._running(), update.stream, update.dtype), "receive weights over NCCL")
             return combine_sums(await self._rpc("rlframe_sums"))
         written: set[str] = set()
-        messages = list(cut(update.tensors, CHUNK_BYTES))
-        for names in messages:
-            last = names is messages[-1]
-            ranks = await self._rpc("rlframe_load", *packed(update.tensors, names), update.dtype, last)
+        pieces = list(cut(update.tensors, CHUNK_BYTES))
+        for names in pieces:
+            last = names is pieces[-1]
+            self._memory.fill(update.tensors[name] for name in names)
+            specs = [(name, list(update.tensors[name].shape)) for name in names]
+            ranks = await self._rpc("rlframe_load", self._memory.path, specs, update.dtype, last)
             written.update(ranks[0][0])
         if update.mode == "full" and (missing := sorted(self._parameters - written)):
             raise ValueError(f"The full weight update left parameters of the engine as they were: {missing[:3]}.")
@@ -188,7 +192,8 @@ class VLLMEngine:
             raise RuntimeError("Requests that started without an adapter are in flight; load the first adapter before any.")
         if update.adapter is None:
             raise ValueError("An adapter update needs the PEFT configuration in `adapter`.")
-        blob, specs = packed(update.tensors, list(update.tensors))
+        blob = b"".join(array.tobytes() for array in update.tensors.values())
+        specs = [(name, list(array.shape)) for name, array in update.tensors.items()]
         checksum = (await self._rpc("rlframe_load_adapter", blob, specs, update.dtype, update.adapter))[0]
         # The name is part of the prefix cache's keys: a block of an older adapter can never be taken for a new one's.
         self._lora_request = LoRARequest(f"policy-{update.version}", 1, "in-memory")
@@ -214,6 +219,7 @@ class VLLMEngine:
         if self._llm is not None:
             self._llm.shutdown(timeout=CLOSE_S)
             self._llm = None
+            self._memory.close()
 
     def _running(self) -> Any:
         if self._llm is None:
@@ -304,11 +310,6 @@ def cut(tensors: dict[str, np.ndarray], size: int) -> Iterator[list[str]]:
         names.append(name)
         filled += array.nbytes
     yield names
-
-
-def packed(tensors: dict[str, np.ndarray], names: list[str]) -> tuple[bytes, list[tuple[str, list[int]]]]:
-    """The bytes of the named tensors one after another, and (name, shape) of each."""
-    return b"".join(tensors[name].tobytes() for name in names), [(name, list(tensors[name].shape)) for name in names]
 
 
 def combine_sums(ranks: list[dict[str, str]]) -> str:

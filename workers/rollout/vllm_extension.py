@@ -11,6 +11,7 @@ on a GPU, so that one path loads and verifies both.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from vllm.platforms import current_platform
 
 from rlframe.checksum import bit_sum, weights_checksum
 from workers.rollout.owner import end_with_owner
+from workers.rollout.weight_memory import mapped
 from workers.rollout.weights import DTYPES
 
 ADAPTER_ID = 1
@@ -49,10 +51,10 @@ if current_platform.is_cpu():
 end_with_owner()
 
 
-def tensors_in(blob: bytes, specs: list[TensorSpec], dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of one dtype that lie one after another in ``blob``; each is a copy of its own."""
+def tensors_in(buffer: bytearray | mmap, specs: list[TensorSpec], dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of one dtype that lie one after another in ``buffer``, as views of it."""
     torch_dtype, offset = DTYPES[dtype], 0
-    flat = torch.frombuffer(bytearray(blob), dtype=torch_dtype)
+    flat = torch.frombuffer(buffer, dtype=torch_dtype)
     for name, shape in specs:
         size = torch.Size(shape).numel()
         yield name, flat[offset : offset + size].view(shape)
@@ -80,8 +82,8 @@ class WeightExtension:
 
     model_runner: Any
 
-    def rlframe_load(self, blob: bytes, specs: list[TensorSpec], dtype: str, last: bool) -> tuple[list[str], dict[str, str]]:
-        """Copy tensors with Hugging Face names into the model.
+    def rlframe_load(self, memory: str, specs: list[TensorSpec], dtype: str, last: bool) -> tuple[list[str], dict[str, str]]:
+        """Copy tensors with Hugging Face names from the rollout worker's `WeightMemory` into the model.
 
         Returns:
             The engine's names of the parameters written and, with ``last``, the sum of bit patterns (hex) of every parameter
@@ -93,7 +95,7 @@ class WeightExtension:
         if self.model_runner.model_config.dtype != DTYPES[dtype]:
             raise ValueError(f"The engine serves {self.model_runner.model_config.dtype}, the weight update is {dtype}.")
         model = self.model_runner.get_model()
-        written = sorted(model.load_weights(tensors_in(blob, specs, dtype)))
+        written = sorted(model.load_weights(tensors_in(mapped(memory), specs, dtype)))
         return written, self.rlframe_sums() if last else {}
 
     def rlframe_sums(self) -> dict[str, str]:
@@ -113,7 +115,7 @@ class WeightExtension:
         """
         manager = self.model_runner.lora_manager
         adapters = manager._adapter_manager
-        tensors = dict(tensors_in(blob, specs, dtype))
+        tensors = dict(tensors_in(bytearray(blob), specs, dtype))
         checksum = weights_checksum(tensors.values())
         lora = LoRAModel.from_lora_tensors(
             ADAPTER_ID, tensors, PEFTHelper.from_dict(config), device="cpu", dtype=manager.lora_config.lora_dtype
