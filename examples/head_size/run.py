@@ -34,6 +34,8 @@ SIZES = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096]
 """Heads whose logit gradients are compared; 0: not centred."""
 PARAMETER_SIZES = [0, 1, 4, 8, 32, 128]
 """Heads whose parameter gradients are compared."""
+ROUNDING = 1e-5
+"""Relative differences below this are float32's, not the head's."""
 CHUNK = 64
 """Tokens whose whole distributions are held in float64 at once."""
 
@@ -99,6 +101,7 @@ def measure(run: Path) -> dict[str, Any]:
     parameters, seconds = gradients.parameter_gradients(session, batch, [*PARAMETER_SIZES, log_q.shape[1]])
     return {
         "tokens": count,
+        "vocabulary": log_q.shape[1],
         "trajectories": len(batch),
         "kl": mismatch / count,
         "mass": {k: [q / count, p / count] for k, (q, p) in sums["mass"].items()},
@@ -138,24 +141,28 @@ def cost(run: Path) -> dict[str, float]:
 
 
 def tables(errors: dict[str, Any], costs: dict[str, dict[str, float]]) -> str:
-    """Markdown."""
+    """Markdown: relative errors, in brackets as a fraction of the correction that centring makes; then costs."""
 
-    def number(cell: dict[str, float | None], key: str) -> str:
-        return "-" if cell.get(key) is None else f"{cell[key]:.2g}"
+    def cell(by_size: dict[str, Any], k: str) -> str:
+        if by_size["0"]["of_gradient"] < ROUNDING:
+            return "nothing to correct"
+        found = by_size[k]
+        return f"{found['of_gradient']:.2g}" if k == "0" else f"{found['of_gradient']:.2g} ({found['of_correction']:.2g})"
 
     lines = []
     for sampler, found in errors.items():
-        lines += [f"\n{sampler}: {found['tokens']} tokens, KL(q, p) {found['kl']:.2g}\n"]
+        lines += [f"\n{sampler}: {found['trajectories']} answers, {found['tokens']} tokens, KL(q, p) {found['kl']:.2g}\n"]
         names = [f"{rule}, {what}" for rule in gradients.RULES for what in ("logits", "adapter")]
         lines += ["| k | mass q | mass p | " + " | ".join(names) + " |", "|" + "---|" * (3 + len(names))]
-        for k in [*map(str, SIZES), str(max(int(k) for k in found["logits"]["none"]))]:
-            cells = [f"{x:.4f}" for x in found["mass"].get(k, ())] or ["-", "-"]
-            for rule in gradients.RULES:
-                errors_of = [found[what][rule].get(k, {}) for what in ("logits", "parameters")]
-                cells += [f"{number(e, 'of_gradient')} ({number(e, 'of_correction')})" for e in errors_of]
+        for k in map(str, PARAMETER_SIZES):
+            cells = [f"{x:.3f}" for x in found["mass"].get(k, ())] or ["0", "0"]
+            cells += [cell(found[what][rule], k) for rule in gradients.RULES for what in ("logits", "parameters")]
             lines.append(f"| {k} | " + " | ".join(cells) + " |")
-    lines += ["\n| k | seconds of `train_actor` | sampled tokens a second |", "|---|---|---|"]
-    lines += [f"| {k} | {c['train_actor']:.2f} | {c['tokens_per_s']:.0f} |" for k, c in costs.items() if c]
+        if seconds := found.get("cpu_seconds"):
+            lines += ["", "CPU seconds of the loss: " + ", ".join(f"k={k} {value:.2f}" for k, value in seconds.items())]
+    if any(costs.values()):
+        lines += ["\n| k | seconds of `train_actor` | sampled tokens a second |", "|---|---|---|"]
+        lines += [f"| {k} | {c['train_actor']:.2f} | {c['tokens_per_s']:.0f} |" for k, c in costs.items() if c]
     return "\n".join(lines)
 
 
@@ -166,7 +173,10 @@ def draw(errors: dict[str, Any], output: Path) -> None:
         for rule, colour in zip(gradients.RULES, ("C0", "C1", "C2"), strict=True):
             panels = (found["logits"], found["parameters"])
             for axis, by_rule in zip(axes[:, column], panels, strict=True):
-                points = {int(k): v["of_gradient"] for k, v in by_rule[rule].items() if v["of_gradient"] > 0}
+                if by_rule[rule]["0"]["of_gradient"] < ROUNDING:
+                    axis.plot([], [], color=colour, label=f"{rule}: nothing to correct")
+                    continue
+                points = {int(k): v["of_gradient"] for k, v in by_rule[rule].items() if k != str(found["vocabulary"])}
                 plain = points.pop(0, None)
                 axis.plot(list(points), list(points.values()), "o-", color=colour, label=rule, markersize=3)
                 if plain:
@@ -174,11 +184,12 @@ def draw(errors: dict[str, Any], output: Path) -> None:
                 axis.set_xscale("log")
                 axis.set_yscale("log")
                 axis.grid(alpha=0.3)
+        axes[0, column].legend(fontsize=8)
         axes[0, column].set_title(f"{sampler}\nlogit gradients", fontsize=9)
         axes[1, column].set_title("gradient of the adapter, all advantages 1", fontsize=9)
         axes[1, column].set_xlabel("k")
-    axes[0, 0].legend(fontsize=8)
-    axes[0, 0].set_ylim(bottom=1e-6)
+    for axis in axes[:, 0]:
+        axis.set_ylim(bottom=ROUNDING)
     figure.suptitle("Relative gradient error against centring over the whole vocabulary (dotted: not centred)", fontsize=10)
     figure.tight_layout()
     figure.savefig(output, dpi=100)

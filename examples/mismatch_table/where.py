@@ -125,24 +125,25 @@ def comparisons(path: str, batch: Batch) -> Iterator[tuple[str, np.ndarray, np.n
     """What is compared, and the two results, float64[A] each."""
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         session, model = session_of(path, name), model_of(path, dtype)
-        packed = trainer(session, batch)
-        yield f"{name}: the trainer twice", packed, trainer(session, batch)
-        yield f"{name}: the trainer, packed or one trajectory a pass", packed, trainer(session, batch, 1)
+        packed, alone = trainer(session, batch), trainer(session, batch, 1)
+        yield f"{name}: the trainer twice, all trajectories in one pass", packed, trainer(session, batch)
+        yield f"{name}: the trainer, all in one pass or one a pass", packed, alone
         whole = at_once(model, batch, wide_logits=True)
-        yield f"{name}: the trainer, or the model on one trajectory", packed, whole
-        yield f"{name}: log-softmax of the same logits in float64, or in float32", *normaliser(model, batch)
+        yield f"{name}: the trainer or transformers, one trajectory a pass", alone, whole
+        yield f"{name}: log-softmax of the same logits in float64 or float32", *normaliser(model, batch)
         if dtype != torch.float32:
-            yield f"{name}: output projection in float32, or in {name}", whole, at_once(model, batch, wide_logits=False)
-        yield f"{name}: the trainer, or token by token", packed, token_by_token(model, batch)
+            yield f"{name}: output projection in float32 or {name}", whole, at_once(model, batch, wide_logits=False)
+        yield f"{name}: one trajectory a pass, or token by token", alone, token_by_token(model, batch)
         updated = session_of(path, name, updated=True)
         merged = model_of(path, dtype, updated.sampler_tensors("full", name))
-        yield f"{name}: adapter beside the weights, or merged", trainer(updated, batch), at_once(merged, batch, True)
+        beside = trainer(updated, batch, 1)
+        yield f"{name}: adapter beside the weights or merged, one trajectory a pass", beside, at_once(merged, batch, True)
     exact = at_once(model_of(path, torch.float32), batch, True)
     rounded = {n: t.bfloat16().float() for n, t in model_of(path, torch.float32).state_dict().items()}
     weights_only = at_once(model_of(path, torch.float32, rounded), batch, True)
-    yield "float32 arithmetic: float32 weights, or rounded to bfloat16", exact, weights_only
+    yield "float32 arithmetic: weights in float32 or rounded to bfloat16", exact, weights_only
     yield (
-        "weights rounded to bfloat16: float32 arithmetic, or bfloat16",
+        "weights rounded to bfloat16: arithmetic in float32 or bfloat16",
         weights_only,
         at_once(model_of(path, torch.bfloat16), batch, True),
     )
