@@ -1,16 +1,18 @@
 """Which Ray actors a job needs, what each reserves, and whether a machine or a cluster has it. Starts nothing.
 
-Memory is estimated in `trainer.memory`; the cluster is joined and asked in `trainer.cluster`, bundles are reserved in
-`workers.pools`, the actors started by `workers.group` and `workers.rollout.group`.
+Whether actors fit on nodes is computed in `trainer.packing`, memory is estimated in `trainer.memory`; the cluster is joined
+and asked in `trainer.cluster`, bundles are reserved in `workers.pools`, the actors started by `workers.group` and
+`workers.rollout.group`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlframe.config import Config, ConfigError, critic_names, serves_other_weights
+from trainer.packing import fit
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,6 @@ class Group:
     def section(self) -> str:
         """The section of the configuration that says what each reserves."""
         return {"learner": "actor"}.get(self.name, self.name)
-
-    def room(self, resources: Mapping[str, float]) -> int:
-        """How many of these actors a node with ``resources`` can hold, at most all of them."""
-        kinds = (("CPU", self.cpus), ("GPU", self.gpus))
-        return min([self.count, *(int(resources.get(kind, 0.0) / each + 1e-6) for kind, each in kinds if each > 0)])
-
-    def after(self, resources: Mapping[str, float], actors: int) -> dict[str, float]:
-        """What is left of ``resources`` beside so many of these actors."""
-        taken = {"CPU": actors * self.cpus, "GPU": actors * self.gpus}
-        return {kind: resources.get(kind, 0.0) - amount for kind, amount in taken.items()}
 
     def __str__(self) -> str:
         each = f"{self.cpus:g} CPU" + (f" + {self.gpus:g} GPU" if self.gpus else "")
@@ -91,21 +83,27 @@ class Placement:
         where = "this machine" if self.address is None else f"the cluster at {self.address}"
         for kind, asked in (("CPU", self.cpus), ("GPU", self.gpus)):
             self._check(kind, asked, sum(node.get(kind, 0.0) for node in nodes.values()), where)
-        if not _fit(self.groups, nodes.values()):
+        if not fit(self.groups, nodes.values()):
             there = "; ".join(f"{name}: {n.get('CPU', 0):g} CPU, {n.get('GPU', 0):g} GPU" for name, n in nodes.items())
+            parts = " and a part of a GPU not two GPUs" if any(0 < group.gpus < 1 for group in self.groups) else ""
             raise ConfigError(
-                f"{self.asked()} cannot be placed on the nodes of {where}, since an actor does not span nodes ({there}); "
-                "ask for smaller actors or fewer."
+                f"{self.asked()} cannot be placed on the nodes of {where}, since an actor does not span nodes{parts} "
+                f"({there}); ask for smaller actors or fewer."
             )
 
     def check_machine(self) -> None:
         """Refuse before Ray starts what this machine cannot hold: its CPUs are logical, its GPUs are counted.
 
         Raises:
-            ConfigError: a local job asks for more GPUs than there are.
+            ConfigError: a local job asks for more GPUs than there are, or for parts of GPUs that do not fit on them.
         """
         if self.address is None and self.gpus > 0:
-            self._check("GPU", self.gpus, local_gpus(), "this machine")
+            self._check("GPU", self.gpus, there := local_gpus(), "this machine")
+            if not fit(self.groups, [{"CPU": self.cpus, "GPU": there}]):
+                raise ConfigError(
+                    f"{self.asked()} cannot be placed on the {there} GPUs of this machine, since a part of a GPU does not span "
+                    "two GPUs; ask for other parts, or for fewer."
+                )
 
     def _check(self, kind: str, asked: float, there: float, where: str) -> None:
         if asked <= there:
@@ -138,19 +136,6 @@ class Placement:
 
 
 _STRATEGIES = {"PACK": "packed on as few nodes as possible", "SPREAD": "spread over the nodes"}
-
-
-def _fit(groups: tuple[Group, Group], nodes: Iterable[Mapping[str, float]]) -> bool:
-    """Whether all actors of both groups fit on ``nodes``, each on one node; exact, by dynamic programming over the nodes."""
-    a, b = groups
-    most_b = [0] + [-1] * a.count  # most_b[i]: the most b's beside i a's on the nodes so far; -1: i a's do not fit
-    for node in nodes:
-        room = [b.room(a.after(node, k)) for k in range(a.room(node) + 1)]
-        most_b = [
-            max((most_b[i - k] + here for k, here in enumerate(room) if k <= i and most_b[i - k] >= 0), default=-1)
-            for i in range(a.count + 1)
-        ]
-    return most_b[a.count] >= b.count
 
 
 def _describe_backbone(i: int, backbone: Backbone, ranks: int) -> str:

@@ -120,15 +120,47 @@ def test_one_and_a_half_gpus_are_refused_and_half_a_gpu_is_not():
         plan(config)
 
 
+def test_parts_of_gpus_that_do_not_pack_are_refused_before_ray_starts(monkeypatch):
+    monkeypatch.setattr(placement, "local_gpus", lambda: 2)
+    config = job()
+    config.rollout.workers, config.rollout.gpus = 3, 0.6
+    with pytest.raises(ConfigError) as caught:
+        plan(config)
+    assert str(caught.value) == (
+        "1 x learner (1 CPU each) and 3 x rollout (1 CPU + 0.6 GPU each) cannot be placed on the 2 GPUs of this machine, "
+        "since a part of a GPU does not span two GPUs; ask for other parts, or for fewer."
+    )
+    config.rollout.gpus = 0.5
+    assert plan(config).gpus == 1.5
+    config.actor.gpus, config.rollout.gpus, config.rollout.workers = 0.4, 0.6, 2
+    assert plan(config).gpus == 1.6, "0.4 beside 0.6, and 0.6"
+    config.actor.gpus = 1.0
+    with pytest.raises(ConfigError, match=r"asks for 2\.2 GPUs .* this machine has 2"):
+        plan(config)
+
+
 def every_way(a: int, b: int, nodes: int):
     """All ways to put ``a`` and ``b`` equal things on ``nodes``."""
     for where in itertools.product(range(nodes), repeat=a + b):
         yield where[:a], where[a:]
 
 
+def on_gpus(sizes: list[int], left: list[int]) -> bool:
+    """Whether things of ``sizes`` fit on GPUs of which so much is ``left`` (both in tenths), by trying every way."""
+    if not sizes:
+        return True
+    first, *rest = sizes
+    if first % 10 == 0:
+        free, whole = [i for i, have in enumerate(left) if have == 10], first // 10
+        ways = itertools.combinations(free, whole)
+        return any(on_gpus(rest, [0 if i in way else have for i, have in enumerate(left)]) for way in ways)
+    ways = (i for i, have in enumerate(left) if have >= first)
+    return any(on_gpus(rest, [have - first * (i == n) for n, have in enumerate(left)]) for i in ways)
+
+
 @given(
     counts=st.tuples(st.integers(1, 3), st.integers(1, 2)),
-    sizes=st.tuples(*[st.tuples(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.sampled_from([0.0, 1.0, 2.0]))] * 2),
+    sizes=st.tuples(*[st.tuples(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.sampled_from([0.0, 0.3, 0.4, 0.6, 1.0, 2.0]))] * 2),
     nodes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=3),
 )
 @settings(max_examples=200, deadline=None)
@@ -142,11 +174,10 @@ def test_a_request_is_refused_exactly_when_no_way_to_place_it_exists(counts, siz
     asked = replace(plan(config), groups=groups)
 
     def holds(ways) -> bool:
-        for n, have in enumerate(nodes):
-            for kind in (0, 1):
-                used = sum(size[kind] * way.count(n) for size, way in zip(sizes, ways, strict=True))
-                if used > have[kind]:
-                    return False
+        for n, (cpus, gpus) in enumerate(nodes):
+            here = [size for size, way in zip(sizes, ways, strict=True) for where in way if where == n]
+            if sum(size[0] for size in here) > cpus or not on_gpus([round(10 * size[1]) for size in here], [10] * gpus):
+                return False
         return True
 
     possible = any(holds(ways) for ways in every_way(*counts, len(nodes)))

@@ -22,6 +22,8 @@ from workers.rollout.vllm import VLLMEngine
 
 VOCABULARY = 64
 MAX_MODEL_LEN = 512
+PATIENCE_S = 900
+"""For an engine that starts on a machine which does much else."""
 
 
 def engine_params():
@@ -42,7 +44,7 @@ def serving(name: str, path: str, *, max_lora_rank: int = 0):
             engine = TorchEngine(path, **settings)
         else:
             kind = VLLMEngine if name == "vllm" else SGLangEngine
-            engine = kind(path, max_lora_rank=max_lora_rank, timeout_s=60 if name == "vllm" else 200, **settings)
+            engine = kind(path, max_lora_rank=max_lora_rank, timeout_s=PATIENCE_S, **settings)
             runner.run(engine.start())
         yield engine, runner.run
         runner.run(engine.close())

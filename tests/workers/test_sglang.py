@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from engine_support import MAX_MODEL_LEN, alignment_error, apply, perturbed, prompt_of, save, tiny_model, update_of
@@ -83,6 +84,13 @@ def test_a_server_that_hung_up_meanwhile_is_not_taken_for_a_dead_one(path):
             return len(completion.ids)
 
     assert asyncio.run(ask()) == 2
+
+
+def test_a_server_of_our_own_that_is_not_ready_in_time_is_ended(path):
+    with pytest.raises(EngineDeadError, match="not ready within"):
+        asyncio.run(SGLangEngine(path, max_model_len=MAX_MODEL_LEN, timeout_s=0.01).start())
+    children = psutil.Process().children(recursive=True)
+    assert not [child for child in children if "workers.rollout.sglang_server" in child.cmdline()]
 
 
 def test_a_server_that_cannot_say_what_it_serves_is_refused(path):

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
-from engine_support import MAX_MODEL_LEN, prompt_of, save, serving, tiny_model
+from engine_support import MAX_MODEL_LEN, PATIENCE_S, prompt_of, save, serving, tiny_model
 
 from workers.rollout.engine import EngineDeadError, SamplingParams
 
@@ -28,7 +28,7 @@ import asyncio, sys
 from workers.rollout.sglang import SGLangEngine
 
 async def own():
-    engine = SGLangEngine(sys.argv[1], max_model_len=512, timeout_s=200)
+    engine = SGLangEngine(sys.argv[1], max_model_len=512, timeout_s=900)
     await engine.start()
     print(engine._process.pid, flush=True)
     await asyncio.sleep(3600)
@@ -68,7 +68,7 @@ def test_a_server_that_hangs_or_dies_raises_in_its_callers(path):
         with pytest.raises(EngineDeadError, match="did not answer"):
             run(engine.health())
         scheduler.resume()
-        engine._timeout_s = 200.0
+        engine._timeout_s = PATIENCE_S
         run(engine.health())
 
         async def die():

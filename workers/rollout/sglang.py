@@ -113,7 +113,14 @@ class SGLangEngine:
         self._farewells: set[asyncio.Task] = set()
 
     async def start(self) -> None:
-        """Start the server, or find the one at the address, and wait until it answers."""
+        """Start the server, or find the one at the address, and wait until it answers; after a failure none is left."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self) -> None:
         if self._url is None:
             on_cpu = not torch.cuda.is_available()
             itemsize = DTYPES[self._dtype].itemsize
