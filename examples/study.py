@@ -104,6 +104,8 @@ def draw(study: dict, runs: dict[str, list[Path]], output: Path) -> None:
             axis.fill_between(
                 x, [min(c) for c in columns_of], [max(c) for c in columns_of], color=line.get_color(), alpha=0.15, linewidth=0
             )
+        if what in study.get("log_scale", ()):
+            axis.set_yscale("log")
         axis.set_xlabel(unit or "step")
         axis.set_title(label, fontsize=9)
         axis.grid(alpha=0.3)
