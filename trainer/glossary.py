@@ -162,7 +162,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout_corr/log_ratio_abs_max",
             "largest abs(log p - log q) of a sampled token, nats; 0 only where sampler and trainer agree to the bit",
-            "Above 1 at `max_staleness=0`: some token was sampled from another model; compare dtypes and `rollout.weight_sync`.",
+            "Above 1 at `max_staleness=0`: some token came from another model; compare dtypes and `rollout.weight_sync`.",
         ),
         Metric("rollout_corr/chi2_token", "E[r^2] - 1 over tokens: the variance that ratios add"),
         Metric(
