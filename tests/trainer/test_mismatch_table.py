@@ -78,4 +78,6 @@ def test_in_float32_all_ways_of_scoring_a_token_agree(folder):
     assert np.abs(where.token_by_token(model, batch) - wanted).max() < 1e-5
     assert np.abs(where.at_once(model, batch, wide_logits=True) - wanted).max() < 1e-5
     assert np.abs(where.trainer(updated, batch) - where.at_once(merged, batch, wide_logits=False)).max() < 1e-5
+    exact, rounded = where.normaliser(model, batch)
+    assert 0 < np.abs(exact - rounded).max() < 1e-5 and np.abs(exact - wanted).max() < 1e-5
     assert np.abs(where.trainer(updated, batch) - wanted).max() > 1e-3, "the adapter is not zero"
