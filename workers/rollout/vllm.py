@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import struct
 import time
 from collections.abc import Coroutine, Iterator
 from functools import lru_cache
@@ -284,8 +285,9 @@ def completion_of(output: Any, k: int) -> Completion:
     even where the sampled token comes twice.
     """
     flat, n = output.logprobs, len(output.token_ids)
-    ids = np.array(flat.token_ids, dtype=np.int32).reshape(n, k + 1)
-    logprobs = np.array(flat.logprobs, dtype=np.float32).reshape(n, k + 1)
+    # Packing takes half the time of numpy's own look at every element of a list.
+    ids = np.frombuffer(struct.pack(f"{n * (k + 1)}i", *flat.token_ids), np.int32).reshape(n, k + 1).copy()
+    logprobs = np.frombuffer(struct.pack(f"{n * (k + 1)}d", *flat.logprobs)).astype(np.float32).reshape(n, k + 1)
     versions = np.zeros(n, dtype=np.int32)
     for span in output.weight_versions or []:
         versions[span.start : span.end] = int(span.version)
