@@ -71,14 +71,15 @@ def recompute_activations(model: PreTrainedModel) -> None:
 def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, *, trainable: bool) -> None:
     """Apply FSDP2 to every block and to ``root``, which holds the model; ``dtype`` to compute in, gradients add in float32.
 
-    With ``trainable`` weights on a single rank, the copies in ``dtype`` stay from the forward to the backward pass: they are an
-    eighth of what weights, gradients and moments take there, and casting all weights again costs time. A frozen base would
+    On a single rank, copies of ``trainable`` weights in a narrower ``dtype`` stay from the forward to the backward pass: they
+    are an eighth of what weights, gradients and moments take, and casting all weights again costs time. A frozen base would
     double.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     alone = mesh.size() == 1
+    keeps_copies = alone and trainable and dtype != torch.float32
     for module in (*blocks(model), root):
-        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not (alone and trainable))
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps_copies)
         if not alone:
             # Sums travel, nothing is averaged; not every backend can scale inside a reduction.
             sharded.set_gradient_divide_factor(1.0)
