@@ -121,7 +121,7 @@ REDUCED = {
     "first": lambda values: values[0],
     "best": max,
     "last": lambda values: values[-1],
-    "late": lambda values: mean(values[-(-2 * len(values) // 3) :]),
+    "late": lambda values: mean(values[2 * len(values) // 3 :]),
     "mean": mean,
 }
 """What a table makes of a run's series; ``late``: mean of the last third."""
