@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-PATIENCE_S = 200
+PATIENCE_S = 600
 
 
 def wait_for(condition):
