@@ -84,11 +84,20 @@ def seconds(run: Path) -> dict[int, float]:
     return result
 
 
+DASHES = ("-", "--", ":", "-.")
+
+
 def draw(study: dict, runs: dict[str, list[Path]], output: Path) -> None:
-    """Mean over seeds as a line, smallest to largest as a band; ``METRIC by seconds`` against the clock instead of the step."""
+    """Mean over seeds as a line, smallest to largest as a band; ``METRIC by seconds`` against the clock instead of the step.
+
+    Arms called ``A, B`` share a colour by A and a dash by B.
+    """
     metrics = study["metrics"]
     columns = min(len(metrics), 2)
-    figure, _ = plt.subplots(-(-len(metrics) // columns), columns, figsize=(5.4 * columns, 3.3 * -(-len(metrics) // columns)))
+    rows = -(-len(metrics) // columns)
+    figure, _ = plt.subplots(rows, columns, figsize=(5.4 * columns, 3.3 * rows + 0.6), layout="constrained")
+    families = list(dict.fromkeys(arm.partition(", ")[0] for arm in runs))
+    variants = list(dict.fromkeys(arm.partition(", ")[2] for arm in runs))
     for axis, (what, label) in zip(figure.axes, metrics.items(), strict=False):
         metric, _, unit = what.partition(" by ")
         window = 1 if metric.startswith("eval/") else study.get("window", 10)
@@ -100,10 +109,11 @@ def draw(study: dict, runs: dict[str, list[Path]], output: Path) -> None:
             columns_of = [[c[s] for c in curves.values()] for s in steps]
             clocks = [seconds(path) for path in curves]
             x = [mean(clock[s] for clock in clocks) for s in steps] if unit == "seconds" else steps
-            (line,) = axis.plot(x, [mean(c) for c in columns_of], label=arm)
-            axis.fill_between(
-                x, [min(c) for c in columns_of], [max(c) for c in columns_of], color=line.get_color(), alpha=0.15, linewidth=0
-            )
+            family, _, variant = arm.partition(", ")
+            colour = f"C{families.index(family)}"
+            axis.plot(x, [mean(c) for c in columns_of], DASHES[variants.index(variant) % len(DASHES)], color=colour, label=arm)
+            lowest, highest = [min(c) for c in columns_of], [max(c) for c in columns_of]
+            axis.fill_between(x, lowest, highest, color=colour, alpha=0.15, linewidth=0)
         if what in study.get("log_scale", ()):
             axis.set_yscale("log")
         axis.set_xlabel(unit or "step")
@@ -111,9 +121,9 @@ def draw(study: dict, runs: dict[str, list[Path]], output: Path) -> None:
         axis.grid(alpha=0.3)
     for axis in figure.axes[len(metrics) :]:
         axis.set_visible(False)
-    figure.axes[0].legend(fontsize=7)
+    labels = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(study["title"])
-    figure.tight_layout()
     figure.savefig(output, dpi=100)
 
 
