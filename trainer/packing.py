@@ -7,36 +7,20 @@ share: two parts of 0.6 need two GPUs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what runs here needs no Ray
+    from workers.pools import Request
 
 SLACK = 1e-6
 """Sums of parts that differ from a whole by rounding are whole."""
 
 
-class Kind(Protocol):
-    """Actors of one size."""
-
-    @property
-    def count(self) -> int:
-        """How many."""
-        ...
-
-    @property
-    def cpus(self) -> float:
-        """CPUs of each."""
-        ...
-
-    @property
-    def gpus(self) -> float:
-        """GPUs of each: a part of one, or a whole number."""
-        ...
-
-
-def fit(kinds: tuple[Kind, Kind], nodes: Iterable[Mapping[str, float]]) -> bool:
+def fit(kinds: tuple[Request, Request], nodes: Iterable[Mapping[str, float]]) -> bool:
     """Whether all actors of both kinds fit on ``nodes``, each on one node; exact, by dynamic programming over the nodes.
 
     Args:
-        kinds: the actors.
+        kinds: the actors; GPUs of each are a part of one, or a whole number.
         nodes: ``CPU`` and ``GPU`` of each.
     """
     a, b = kinds
@@ -57,13 +41,13 @@ def _together(places: Iterable[Sequence[int]], most_a: int) -> list[int]:
     return most_b
 
 
-def _beside(a: Kind, b: Kind, cpus: float, gpus: float) -> list[int]:
+def _beside(a: Request, b: Request, cpus: float, gpus: float) -> list[int]:
     """The most b's on one node beside 0, 1, ... a's, at most all of either; -1 where those a's do not fit."""
     by_gpus = _on_gpus(a, b, int(gpus + SLACK))
     return [min(by_gpus[i], _times(b.cpus, cpus - i * a.cpus, b.count)) for i in range(_times(a.cpus, cpus, a.count) + 1)]
 
 
-def _on_gpus(a: Kind, b: Kind, gpus: int) -> list[int]:
+def _on_gpus(a: Request, b: Request, gpus: int) -> list[int]:
     """The same for the GPUs of one node alone."""
     shared = [[_times(b.gpus, 1 - k * a.gpus, b.count) for k in range(_times(a.gpus, 1, a.count) + 1)]] * gpus
     if 0 < a.gpus < 1 and 0 < b.gpus < 1:
