@@ -220,7 +220,7 @@ class VLLMEngine:
         if self._llm is not None:
             self._llm.shutdown(timeout=CLOSE_S)
             self._llm = None
-            self._memory.close()
+        self._memory.close()
 
     def _running(self) -> Any:
         if self._llm is None:

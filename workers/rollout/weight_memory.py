@@ -16,28 +16,28 @@ class WeightMemory:
     """Anonymous shared memory that grows as needed and is kept for the next update; it ends with its process, in any case."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("rlframe-weights")
+        self._file = os.fdopen(os.memfd_create("rlframe-weights"), "r+b")
         self._map: mmap.mmap | None = None
 
     @property
     def path(self) -> str:
         """Where other processes of the same user find it."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
+        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def fill(self, arrays: Iterable[np.ndarray]) -> None:
         """Lay the bytes of ``arrays`` one after another, from the start."""
         parts = [array.reshape(-1).view(np.uint8) for array in arrays]
         size = sum(part.size for part in parts)
         if self._map is None or size > len(self._map):
-            os.ftruncate(self._file, max(size, 1))
-            self._map = mmap.mmap(self._file, max(size, 1))
+            self._file.truncate(max(size, 1))
+            self._map = mmap.mmap(self._file.fileno(), max(size, 1))
         if size:
             np.concatenate(parts, out=np.frombuffer(self._map, np.uint8, size))
 
     def close(self) -> None:
-        """Give the memory back, once nobody reads it."""
+        """Give the memory back, once nobody reads it; closing again does nothing."""
         self._map = None
-        os.close(self._file)
+        self._file.close()
 
 
 def mapped(path: str) -> mmap.mmap:
