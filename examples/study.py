@@ -49,9 +49,7 @@ def train(run: Path, overrides: list[str], folder: Path | None = None) -> None:
     else:
         command += ["train", f"run_dir={run}", f"name={run.name}", *overrides]
     print(" ".join(command), flush=True)
-    subprocess.run(
-        command, check=True, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    )
+    subprocess.run(command, check=True, cwd=folder, env={"OMP_NUM_THREADS": "1"} | os.environ)
 
 
 def value(row: dict, metric: str) -> float | None:
@@ -158,9 +156,15 @@ def table(study: dict, runs: dict[str, list[Path]]) -> str:
 
 
 def run_all(
-    path: Path, *, root: Path, arms: list[str] | None = None, seeds: list[int] | None = None,
-    overrides: list[str] | None = None, jobs: int = 1, train_them: bool = True,
-) -> dict[str, list[Path]]:  # fmt: skip
+    path: Path,
+    *,
+    root: Path,
+    arms: list[str] | None = None,
+    seeds: list[int] | None = None,
+    overrides: list[str] | None = None,
+    jobs: int = 1,
+    train_them: bool = True,
+) -> dict[str, list[Path]]:
     """Train what is not complete yet of the study in ``path``; arm -> run directories under ``root``, one for each seed."""
     study = yaml.safe_load(path.read_text())
     chosen = {name: study["arms"][name] for name in arms or study["arms"]}
