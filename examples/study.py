@@ -32,6 +32,14 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
 
 
+def load(path: Path) -> dict:
+    """A study; ``like`` names a file beside it or elsewhere whose ``common`` overrides come before its own."""
+    study = yaml.safe_load(path.read_text())
+    if "like" in study:
+        study["common"] = [*load(path.parent / study["like"])["common"], *study["common"]]
+    return study
+
+
 def rows_of(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -166,7 +174,7 @@ def run_all(
     train_them: bool = True,
 ) -> dict[str, list[Path]]:
     """Train what is not complete yet of the study in ``path``; arm -> run directories under ``root``, one for each seed."""
-    study = yaml.safe_load(path.read_text())
+    study = load(path)
     chosen = {name: study["arms"][name] for name in arms or study["arms"]}
     numbers = study["seeds"] if seeds is None else seeds
     runs = {arm: [root.resolve() / f"{slug(arm)}_{seed}" for seed in numbers] for arm in chosen}
@@ -205,7 +213,7 @@ def main() -> None:
         jobs=given.jobs,
         train_them=not given.draw,
     )
-    study = yaml.safe_load(given.study.read_text())
+    study = load(given.study)
     draw(study, runs, given.study.with_suffix(".png"))
     print(table(study, runs))
 

@@ -53,6 +53,6 @@ def test_every_study_composes():
     files = [f for f in sorted(Path("examples").glob("*/*.yaml")) if "seeds" in yaml.safe_load(f.read_text())]
     assert len(files) >= 5
     for file in files:
-        wanted = yaml.safe_load(file.read_text())
+        wanted = study.load(file)
         for own in wanted["arms"].values():
             compose(["run_dir=unused", *wanted["common"], *own])
