@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from rlframe import attention
 from rlframe.checksum import bit_sum
-from rlframe.config import ConfigError
+from rlframe.config import MODEL_DTYPES, ConfigError
 from rlframe.hf_checkpoint import conversions, load_weights, to_checkpoint_names
 from rlframe.lora import Adapters, bare
 from rlframe.losses.base import LMHead
@@ -34,7 +34,7 @@ from rlframe.types import Batch
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in MODEL_DTYPES}
 
 
 class _Runner(nn.Module):
@@ -113,7 +113,7 @@ class Backbone:
             ConfigError: no usable weights, a quantised model, an unknown dtype, or bfloat16 masters asked for without a mesh.
         """
         if dtype not in DTYPES:
-            raise ConfigError(f"model.dtype is {dtype!r}; choose float32 or bfloat16.")
+            raise ConfigError(f"model.dtype is {dtype!r}; choose {' or '.join(DTYPES)}.")
         if trainable and mesh is None and dtype != "float32":
             raise ConfigError("Training all weights in bfloat16 needs a device mesh (of one rank, if need be), or float32.")
         ranks = Ranks.of(mesh)

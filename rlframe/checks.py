@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rlframe.config import AlgorithmConfig, Config, ConfigError, OptimConfig, serves_other_weights
+from rlframe.config import (
+    ENGINE_DTYPES,
+    MODEL_DTYPES,
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    OptimConfig,
+    serves_other_weights,
+)
 from rlframe.engine_checks import check_engine
 
-POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
 ROLLOUT_IS = ("token", "sequence")
 ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "sglang", "torch")
-DTYPES = ("float32", "bfloat16", "float16")
 PROMPT_FILES = ("jsonl", "parquet")
 GENERATED_TASKS = ("arithmetic", "countdown", "wordle", "reasoning_gym")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
@@ -116,8 +122,8 @@ def _names(config: Config) -> None:
     _one_of("cluster.device", config.cluster.device, ("auto", "cpu", "cuda"))
     _one_of("task.on_reward_failure", config.task.on_reward_failure, ("raise", "drop", "zero"))
     _one_of("log.wandb", config.log.wandb, ("auto", "online", "offline", "disabled"))
-    for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
-        _one_of(key, dtype, DTYPES)
+    _one_of("model.dtype", config.model.dtype, MODEL_DTYPES)
+    _one_of("rollout.dtype", config.rollout.dtype, ENGINE_DTYPES)
 
 
 def _at_least(config: Config, low: float, keys: str) -> None:
@@ -202,6 +208,12 @@ def _sampling(config: Config) -> None:
         f"rollout.temperature={r.temperature} cannot be trained on, since the logits are divided by it; it must be above 0.",
     )
     _refuse(not 0 < r.top_p <= 1, f"rollout.top_p={r.top_p} is out of range; it must be above 0 and at most 1.")
+    for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0)):
+        _refuse(
+            value != neutral,
+            f"rollout.{key}={value} makes the sampler renormalise over the tokens that it kept and the trainer knows only the "
+            f"whole vocabulary, so every ratio of the two would be off by the mass that was kept; set rollout.{key}={neutral}.",
+        )
     _refuse(
         r.max_new_tokens >= r.max_model_len,
         f"rollout.max_new_tokens={r.max_new_tokens} leaves no room for a prompt in rollout.max_model_len={r.max_model_len}; "
@@ -219,15 +231,18 @@ def check_algorithm(a: AlgorithmConfig) -> None:
     Raises:
         ConfigError: one sentence, as `check` would say it.
     """
+    from rlframe.losses.rules import POLICY_LOSSES  # needs torch, and this function
+
     _one_of("algorithm.policy_loss", a.policy_loss, POLICY_LOSSES)
     _one_of("algorithm.rollout_is", a.rollout_is, ROLLOUT_IS, optional=True)
     _correction(a)
     if a.score_centering:
         on, off = "algorithm.score_centering=true", "set algorithm.score_centering=false"
+        centred = [name for name, make in POLICY_LOSSES.items() if make(a).centering is not None]
         _refuse(
-            a.policy_loss == "ppo_clip",
-            f"{on} needs a weight that does not depend on the advantage and algorithm.policy_loss=ppo_clip clips by its sign; "
-            f"choose algorithm.policy_loss=reinforce, dis or cispo, or {off}.",
+            a.policy_loss not in centred,
+            f"{on} needs a weight that depends on a token's ratio alone and algorithm.policy_loss={a.policy_loss} has none; "
+            f"choose algorithm.policy_loss={', '.join(centred)}, or {off}.",
         )
         _refuse(
             a.rollout_is == "sequence",
@@ -278,12 +293,6 @@ def _score_centering(config: Config) -> None:
         return
     on = "algorithm.score_centering=true"
     off = "set algorithm.score_centering=false"
-    for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0)):
-        _refuse(
-            value != neutral,
-            f"{on} needs the sampler's log-probabilities over the full vocabulary and rollout.{key}={value} cuts it; "
-            f"set rollout.{key}={neutral}, or {off}.",
-        )
     _refuse(
         r.head_size < 1,
         f"{on} needs the sampler's heads and rollout.head_size=0 asks for none; raise rollout.head_size, or {off}.",

@@ -10,6 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 
+MODEL_DTYPES = ("float32", "bfloat16")
+"""What the trainer computes in; float16 would need loss scaling."""
+ENGINE_DTYPES = (*MODEL_DTYPES, "float16")
+"""What an engine's weights may be, and what weights travel as."""
+
+
 class ConfigError(ValueError):
     """A setting, or a pair of settings, that is refused; the message is one sentence for the user."""
 
@@ -27,7 +33,7 @@ class ModelConfig:
     build: dict[str, Any] = field(default_factory=dict)
     """Arguments of the builder."""
     dtype: str = "float32"
-    """Dtype of the trainer's forward and backward; master weights and optimiser are always float32."""
+    """``float32`` or ``bfloat16``, of the trainer's forward and backward; master weights and optimiser are always float32."""
     attn_implementation: str = "sdpa"
     """Attention kernel of transformers."""
     trust_remote_code: bool = False
@@ -116,9 +122,9 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = 1.0
-    """Nucleus mass."""
+    """Nucleus mass; only 1, since the tokens that a smaller one keeps do not travel with a trajectory."""
     top_k: int = 0
-    """Sample among the k likeliest tokens only; 0 means all."""
+    """Sample among the k likeliest tokens only; only 0, which means all, for the same reason."""
     head_size: int = 128
     """k of the top-k log-probabilities returned for every token, capped at the vocabulary; used with score centering."""
     max_new_tokens: int = 64
@@ -134,7 +140,7 @@ class RolloutConfig:
     """What happens to requests in flight when new weights arrive: ``keep`` (frozen, then on under the new weights) or
     ``abort`` (ended, and re-issued with what they had sampled)."""
     dtype: str = "float32"
-    """Dtype of the engine's weights."""
+    """``float32``, ``bfloat16`` or ``float16``, of the engine's weights."""
     quantize: Optional[str] = None
     """Round what is served to ``int8``, ``int4``, ``int3`` or ``fp8`` per output channel: a stand-in for a low-precision
     engine. Held-out problems are then answered by one more engine, under the actor's own weights."""

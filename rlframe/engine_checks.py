@@ -17,6 +17,9 @@ ENGINE_OWNED = {
     "logprobs_mode": "the losses need (log-probabilities after temperature)",
     "max_logprobs": "rollout.head_size needs",
     "generation_config": "the losses need (no sampling defaults of the model's own)",
+    "override_generation_config": "the losses need (no sampling defaults of the model's own)",
+    "preferred_sampling_params": "the losses need (no sampling defaults of the model's own)",
+    "logits_processors": "the losses need (the model's own distribution over the whole vocabulary)",
     "worker_extension_cls": "weight sync needs",
     "model_path": "model.path decides",
     "random_seed": "seed decides",
@@ -52,12 +55,6 @@ def check_engine(config: Config) -> None:
 
 def _sglang(rollout: RolloutConfig) -> None:
     urls = rollout.server_urls
-    _refuse(
-        rollout.top_p < 1 or rollout.top_k > 0,
-        f"rollout.engine=sglang reports log-probabilities from before rollout.top_p={rollout.top_p:g} and "
-        f"rollout.top_k={rollout.top_k}, which are not those of the sampled distribution; set rollout.top_p=1 and "
-        "rollout.top_k=0, or rollout.engine=vllm.",
-    )
     _refuse(
         rollout.weight_sync == "adapter" and rollout.on_update == "keep",
         "rollout.on_update=keep would let requests go on under the adapter that they started with, since rollout.engine=sglang "

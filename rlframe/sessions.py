@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rlframe import session_export, session_io
+from rlframe.alignment import last_rows
 from rlframe.config import ConfigError, LoraConfig, OptimConfig
 from rlframe.losses.base import LMHead, Loss, LossInputs, LossOutputs
 from rlframe.metrics import Metrics
@@ -30,8 +31,10 @@ from rlframe.optim import (
     learning_rate,
     reduce_gradients,
 )
+from rlframe.precision import full_precision
 from rlframe.session_io import Snapshot
 from rlframe.types import Batch
+from rlframe.validation import check_offsets, check_vocabulary
 from rlframe.value_head import ValueHead
 
 if TYPE_CHECKING:
@@ -255,6 +258,7 @@ class Session:
     def _active(self) -> AbstractContextManager[None]:
         return self.adapter.active() if self.adapter is not None else nullcontext()
 
+    @full_precision()
     def _pass(self, batch: Batch, loss: Loss, micro_batch_tokens: int, *, train: bool) -> LossOutputs:
         backbone = self.backbone
         outputs: list[LossOutputs] = []
@@ -298,11 +302,12 @@ class Session:
             return [], ConfigError(f"Session {self.name!r} has no value head, which this loss needs.")
         if not len(batch):
             return [], None
-        vocabulary = self.backbone.model.config.get_text_config().vocab_size
-        if batch.num_tokens and not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < vocabulary:
-            return [], ValueError(f"The batch has a token id outside of the model's vocabulary of {vocabulary}.")
-        if not batch.lengths.all():
-            return [], ValueError("The batch has a trajectory without tokens.")
+        try:
+            check_offsets(batch)
+            check_vocabulary(batch, self.backbone.model.config.get_text_config().vocab_size, context=True)
+            last_rows(batch)
+        except ValueError as error:
+            return [], error
         return batch.micro_batches(micro_batch_tokens if self.backbone.packs else 1), None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlframe.metrics import Metrics
@@ -27,6 +29,15 @@ class LMHead:
     """First vocabulary row held here."""
     group: Any = None
     """torch.distributed process group over which vocabulary rows are sharded; None when whole."""
+
+    def vocabulary(self) -> int:
+        """V, entries of the whole vocabulary; every rank of ``group`` takes part."""
+        end = self.vocab_start + len(self.weight)
+        if self.group is None:
+            return end
+        ends = torch.tensor([end], device=self.weight.device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
+        return int(ends.item())
 
 
 @dataclass
@@ -72,6 +83,10 @@ class TokenLoss(NamedTuple):
 
 class PolicyTokenLoss(Protocol):
     """A policy loss as a function of one token: log p, log q and the advantage, all [C]."""
+
+    centering: Any
+    """f (`rlframe.corrections.WeightRule`) where L = -A sg[f(r)] log p, so that scores can be centred with the same f; None
+    where the weight depends on more than the token's ratio."""
 
     def __call__(self, logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor) -> TokenLoss: ...
 

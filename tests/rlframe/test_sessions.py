@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from rlframe.backbone import Backbone
 from rlframe.config import ConfigError, OptimConfig
 from rlframe.losses.base import LossInputs, LossOutputs
+from rlframe.losses.logprobs import LogProbs
 from rlframe.optim import learning_rate
 from rlframe.sessions import Session
 from rlframe.types import Batch
@@ -187,7 +188,17 @@ def test_folders_that_cannot_be_loaded_are_refused(models, tmp_path: Path) -> No
 def test_a_batch_that_does_not_fit_is_refused_before_the_pass(session: Session) -> None:
     batch = make_batch()
     batch.tokens[3] = 61
-    with pytest.raises(ValueError, match="vocabulary of 61"):
+    with pytest.raises(ValueError, match="token 3: tokens has 61, but the vocabulary has 61 entries"):
+        session.forward(batch, Policy(), 1000)
+    batch = make_batch()
+    row = int(np.flatnonzero(batch.action_mask)[-1])
+    batch.head_ids, batch.head_logprobs = np.zeros((batch.num_tokens, 2), np.int32), -np.ones((batch.num_tokens, 2), np.float32)
+    batch.head_ids[row, 1] = 61
+    with pytest.raises(ValueError, match=rf"token {row - batch.offsets[-2]}: head_ids has 61, but the vocabulary has 61 entries"):
+        session.forward(batch, LogProbs(head=True), 1000)
+    batch = make_batch()
+    batch.offsets[1:3] = batch.offsets[2:0:-1]
+    with pytest.raises(ValueError, match="offsets go down from 14 to 9"):
         session.forward(batch, Policy(), 1000)
     with pytest.raises(KeyError, match="planted"):
         session.forward_backward(make_batch(), FailsOn(14), 20)
