@@ -259,7 +259,7 @@ class CriticConfig:
     ensemble: int = 1
     """Critics whose values are averaged; each is one adapter."""
     per_env: bool = False
-    """One critic for each environment."""
+    """One critic for each environment of the run; a trajectory of any other environment is an error."""
 
 
 @dataclass
@@ -387,13 +387,12 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
 
 
-def critic_names(config: Config) -> tuple[str, ...]:
-    """Names of the critic sessions; none where the advantage needs no critic."""
+def critic_names(config: Config, environments: int = 1) -> tuple[str, ...]:
+    """Names of the critic sessions; none where the advantage needs no critic, one per environment with ``critic.per_env``."""
     if config.algorithm.advantage != "gae":
         return ()
-    if config.critic.per_env:
-        return (config.task.name,)
-    return tuple(f"critic_{i}" for i in range(config.critic.ensemble))
+    count = environments if config.critic.per_env else config.critic.ensemble
+    return tuple(f"critic_{i}" for i in range(count))
 
 
 def serves_other_weights(rollout: RolloutConfig) -> bool:

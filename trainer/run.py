@@ -215,7 +215,7 @@ async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: 
         evaluators = RolloutGroup.launch(
             evaluator_config(config), inputs.model_path, f"{logs}/evaluation", pools["rollout"].behind(config.rollout.workers)
         )
-    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"])
+    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"], (inputs.environment.name,))
     limit = config.cluster.startup_timeout_s
     groups: set[Any] = {rollouts, evaluators, learner}
     await asyncio.wait_for(asyncio.gather(*(group.start() for group in groups)), limit)

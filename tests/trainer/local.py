@@ -105,7 +105,7 @@ async def _attempt(config, run_dir, resume, signals, worker):
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
     rollouts = rollout_group(config, inputs, worker)
     evaluators = rollout_group(evaluator_config(config), inputs, worker) if serves_other_weights(config.rollout) else rollouts
-    learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None))])
+    learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None, (inputs.environment.name,)))])
     try:
         await asyncio.gather(*(group.start() for group in {rollouts, evaluators, learner}))
         controller = make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)

@@ -28,6 +28,13 @@ def hangs_or_crashes(response, row):
 """
 
 
+ENVIRONMENT = """
+from workers.environments.arithmetic import Arithmetic
+class Sums(Arithmetic):
+    name = "my/sums: v2"
+"""
+
+
 @pytest.fixture
 def user_folder(tmp_path, monkeypatch):
     """A current directory with data and a module in it."""
@@ -36,6 +43,7 @@ def user_folder(tmp_path, monkeypatch):
     rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(30)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own_reward.py").write_text(REWARD)
+    (tmp_path / "own_environment.py").write_text(ENVIRONMENT)
     return tmp_path
 
 
@@ -59,6 +67,15 @@ def test_a_run_on_a_task_of_one_or_several_turns(user_folder, name, turns):
     rows = run(user_folder / "run", f"task={name}", *turns, UNTRAINED, "steps=1", "rollout.max_new_tokens=12")
     assert f"eval/{name}/reward" in rows[0] and f"reward/{name}/mean" in rows[1]
     assert rows[1]["response_length/max"] <= 12 * (2 if name == "wordle" else 1) and math.isfinite(rows[1]["critic/value_loss"])
+
+
+@pytest.mark.slow
+def test_an_environment_of_ones_own_has_a_critic_of_its_own(user_folder):
+    """Its name is the environment's, which is not what ``task.name`` says, and no name of a file."""
+    options = ["task.name=own_environment:Sums", "critic.per_env=true", UNTRAINED, "steps=1"]
+    rows = run(user_folder / "run", *options)
+    assert rows[1]["critic/grad_norm"] > 0 and math.isfinite(rows[1]["critic/value_loss"])
+    assert [row["step"] for row in run(user_folder / "run", *options, "steps=2", resume=True)] == [0, 1, 2]
 
 
 @pytest.mark.slow
