@@ -223,7 +223,8 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimiser."""
     frozen_patterns: list[str] = field(default_factory=list)
-    """Parameters whose name contains one of these do not train."""
+    """Parameters whose name contains one of these do not train; ``all-attention``: those of every layer through which tokens see
+    each other, whatever the architecture calls it."""
     micro_batch_tokens: int = 16384
     """Most tokens of one forward and backward pass on one rank."""
     activation_checkpointing: bool = False
@@ -255,7 +256,8 @@ class CriticConfig:
     clip_range: Optional[float] = None
     """Clip of the new value around the old one; null: none."""
     frozen_patterns: list[str] = field(default_factory=list)
-    """Parameters whose name contains one of these do not train."""
+    """Parameters whose name contains one of these do not train; ``all-attention``: those of every layer through which tokens see
+    each other, whatever the architecture calls it."""
     ensemble: int = 1
     """Critics whose values are averaged; each is one adapter."""
     per_env: bool = False

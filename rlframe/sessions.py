@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rlframe import session_export, session_io
 from rlframe.alignment import last_rows
 from rlframe.config import ConfigError, LoraConfig, OptimConfig
+from rlframe.lora import bare
 from rlframe.losses.base import LMHead, Loss, LossInputs, LossOutputs
 from rlframe.metrics import Metrics
 from rlframe.optim import (
@@ -33,6 +34,7 @@ from rlframe.optim import (
 )
 from rlframe.precision import full_precision
 from rlframe.session_io import Snapshot
+from rlframe.token_mixers import ALL_ATTENTION, token_mixers
 from rlframe.types import Batch
 from rlframe.validation import check_offsets, check_vocabulary
 from rlframe.value_head import ValueHead
@@ -52,7 +54,7 @@ class SessionSpec:
     value_head: bool = False
     """Whether losses can ask for values."""
     frozen_patterns: list[str] = field(default_factory=list)
-    """Parameters whose name contains one of these do not train."""
+    """Parameters whose name contains one of these do not train; ``all-attention`` stands for those of every token mixer."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimiser."""
     seed: int = 0
@@ -85,7 +87,11 @@ class Session:
             self.adapter = backbone.adapters.create(lora, seed=spec.seed, value_head=spec.value_head)
         self.value_head = self._fresh_value_head() if spec.value_head else None
         self.trainables: list[Trainable] = []
+        self._mixers: tuple[str, ...] = ()
+        """Prefixes of the parameters of token mixers, where those are frozen."""
         try:
+            if ALL_ATTENTION in spec.frozen_patterns:
+                self._mixers = tuple(f"{bare(path)}." for path in token_mixers(backbone.model))
             self.trainables = [Trainable(name, parameter) for name, parameter in self._unfrozen()]
         except ConfigError:
             self.close()
@@ -119,12 +125,14 @@ class Session:
         return lora.alpha / lora.rank if self.spec.kind == "lora" else 1.0
 
     def _is_frozen(self, name: str) -> bool:
-        return any(pattern in name for pattern in self.spec.frozen_patterns)
+        patterns = [pattern for pattern in self.spec.frozen_patterns if pattern != ALL_ATTENTION]
+        return any(pattern in name for pattern in patterns) or bare(name).startswith(self._mixers)
 
     def _unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         named = list(self.named_parameters())
         for pattern in self.spec.frozen_patterns:
-            if not any(pattern in name for name, _ in named):
+            # An adapter without factors there leaves attention as it is, too.
+            if pattern != ALL_ATTENTION and not any(pattern in name for name, _ in named):
                 raise ConfigError(f"frozen_patterns has {pattern!r}, but no parameter of the session contains it in its name.")
         kept = [(name, p) for name, p in named if not self._is_frozen(name)]
         if not kept:

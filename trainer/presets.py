@@ -17,8 +17,22 @@ def configs_dir() -> Path:
 
 
 def presets() -> dict[str, dict[str, Any]]:
-    """name -> what the preset sets, in alphabetical order."""
-    return {path.stem: yaml.safe_load(path.read_text()) for path in sorted((configs_dir() / "algorithm").glob("*.yaml"))}
+    """name -> what the preset sets, in alphabetical order; settings outside of ``algorithm`` have their dotted keys."""
+    return {path.stem: _settings(path.read_text()) for path in sorted((configs_dir() / "algorithm").glob("*.yaml"))}
+
+
+def _settings(text: str) -> dict[str, Any]:
+    settings = yaml.safe_load(text)
+    if not text.startswith("# @package _global_"):
+        return settings
+    return settings.pop("algorithm") | _flat(settings)
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def as_text() -> str:
@@ -47,4 +61,6 @@ def as_markdown() -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

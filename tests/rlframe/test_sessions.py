@@ -185,6 +185,31 @@ def test_folders_that_cannot_be_loaded_are_refused(models, tmp_path: Path) -> No
         load(models["tied"], None, dtype="float16")
 
 
+def test_a_resume_with_another_optimiser_steps_by_it_from_the_saved_moments(models, tmp_path: Path) -> None:
+    """Settings are the present ones, state is the saved one: AdamW by its formula in float64."""
+    old = load(models["tied"], None).create_session("a", spec(optim={"lr": 0.3, "betas": [0.5, 0.6], "warmup_steps": 7}))
+    for _ in range(2):
+        old.forward_backward(make_batch(), Policy(), 1000)
+        old.optim_step(0.1)
+    old.save(str(tmp_path))
+    settings = {"lr": 1e-2, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.2, "warmup_steps": 0, "max_grad_norm": None}
+    decay = {"schedule": "linear", "total_steps": 10, "min_lr_ratio": 0.5}
+    session = load(models["tied"], None).create_session("a", spec(optim={**settings, **decay}))
+    session.load(str(tmp_path))
+    session.forward_backward(make_batch(seed=1), Policy(), 1000)
+    lr = 1e-2 * (1 - 0.5 * 2 / 10)
+    wanted = {}
+    for t in session.trainables:
+        m, v, step = (x.double() for x in t.moments())
+        assert float(step) == 2
+        g, w = 0.1 * t.gradient.double(), t.master.double()
+        m, v = 0.8 * m + 0.2 * g, 0.99 * v + 0.01 * g**2
+        wanted[t.name] = w * (1 - lr * 0.2) - lr * (m / (1 - 0.8**3)) / ((v / (1 - 0.99**3)).sqrt() + 1e-6)
+    assert session.optim_step(0.1)["lr"] == pytest.approx(lr)
+    for t in session.trainables:
+        torch.testing.assert_close(t.master.double(), wanted[t.name], rtol=1e-5, atol=1e-7)
+
+
 def test_a_batch_that_does_not_fit_is_refused_before_the_pass(session: Session) -> None:
     batch = make_batch()
     batch.tokens[3] = 61

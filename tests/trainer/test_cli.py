@@ -95,12 +95,12 @@ def test_a_quantised_model_is_refused_before_anything_starts(capsys, tmp_path):
 def test_a_dry_run_shows_configuration_placement_and_memory_and_starts_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RLFRAME_CACHE", str(tmp_path / "cache"))
-    code, out, _ = run(capsys, "train", "algorithm=sao", "--dry-run", UNTRAINED, "steps=7")
+    code, out, _ = run(capsys, "train", "algorithm=sao", "--dry-run", UNTRAINED, "steps=17")
     assert code == 0
     configuration, placement, memory = (part.partition("\n")[2] for part in ("\n" + out).split("\n# ")[1:])
     (tmp_path / "shown.yaml").write_text(configuration)
     config = load_yaml(tmp_path / "shown.yaml")
-    assert (config.steps, config.algorithm.policy_loss) == (7, "dis")
+    assert (config.steps, config.algorithm.policy_loss) == (17, "dis")
     assert "1 x learner" in placement and "1 x rollout" in placement
     assert "backbone 0" in placement and "critic_0" in placement
     assert "all processes together" in memory
