@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-
 MODEL_DTYPES = ("float32", "bfloat16")
 """What the trainer computes in; float16 would need loss scaling."""
 ENGINE_DTYPES = (*MODEL_DTYPES, "float16")
@@ -223,8 +222,8 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimiser."""
     frozen_patterns: list[str] = field(default_factory=list)
-    """Parameters whose name contains one of these do not train; ``all-attention``: those of every layer through which tokens see
-    each other, whatever the architecture calls it."""
+    """Parameters whose name contains one of these do not train; ``all-attention``: those of every layer through which tokens
+    see each other, whatever the architecture calls it."""
     micro_batch_tokens: int = 16384
     """Most tokens of one forward and backward pass on one rank."""
     activation_checkpointing: bool = False
@@ -256,8 +255,8 @@ class CriticConfig:
     clip_range: Optional[float] = None
     """Clip of the new value around the old one; null: none."""
     frozen_patterns: list[str] = field(default_factory=list)
-    """Parameters whose name contains one of these do not train; ``all-attention``: those of every layer through which tokens see
-    each other, whatever the architecture calls it."""
+    """Parameters whose name contains one of these do not train; ``all-attention``: those of every layer through which tokens
+    see each other, whatever the architecture calls it."""
     ensemble: int = 1
     """Critics whose values are averaged; each is one adapter."""
     per_env: bool = False

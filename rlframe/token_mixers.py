@@ -39,8 +39,8 @@ def token_mixers(model: PreTrainedModel) -> list[str]:
         unknown = _unknown(block, paths)
         if unknown:
             raise ConfigError(
-                f"frozen_patterns has {ALL_ATTENTION}, but whether {unknown} of {type(model).__name__} mixes tokens is not known "
-                "here; name the attention of this model by parts of its parameters' names instead."
+                f"frozen_patterns has {ALL_ATTENTION}, but whether {unknown} of {type(model).__name__} mixes tokens is not "
+                "known here; name the attention of this model by parts of its parameters' names instead."
             )
     found = [name for name, module in model.named_modules() if _MIXES.search(type(module).__name__)]
     if not found:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlframe.corrections import WeightRule
 from rlframe.metrics import Metrics
 from rlframe.types import Batch
 
@@ -84,9 +85,10 @@ class TokenLoss(NamedTuple):
 class PolicyTokenLoss(Protocol):
     """A policy loss as a function of one token: log p, log q and the advantage, all [C]."""
 
-    centering: Any
-    """f (`rlframe.corrections.WeightRule`) where L = -A sg[f(r)] log p, so that scores can be centred with the same f; None
-    where the weight depends on more than the token's ratio."""
+    @property
+    def centering(self) -> WeightRule | None:
+        """f where L = -A sg[f(r)] log p, so that scores can be centred with it; None where a weight depends on more than r."""
+        ...
 
     def __call__(self, logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor) -> TokenLoss: ...
 

@@ -1,4 +1,4 @@
-"""Sessions on 1, 2 and 4 gloo ranks; the checks are in `session_rank_checks` and `session_file_checks`, all of them run once, in one pool."""
+"""Sessions on 1, 2 and 4 gloo ranks: `session_rank_checks` and `session_file_checks`, all of them run once, in one pool."""
 
 from __future__ import annotations
 

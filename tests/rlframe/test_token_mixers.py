@@ -149,6 +149,4 @@ def test_an_adapter_without_attention_may_freeze_it_all_the_same(tmp_path) -> No
     session = load(str(tmp_path), None).create_session("a", spec(lora=lora, frozen_patterns=[ALL_ATTENTION]))
     assert {name for name, _ in session.named_parameters()} == {t.name for t in session.trainables}
     with pytest.raises(ConfigError, match="freezes every parameter"):
-        load(str(tmp_path), None).create_session(
-            "b", spec(lora={"targets": ["q_proj"]}, frozen_patterns=[ALL_ATTENTION])
-        )
+        load(str(tmp_path), None).create_session("b", spec(lora={"targets": ["q_proj"]}, frozen_patterns=[ALL_ATTENTION]))
