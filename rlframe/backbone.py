@@ -28,6 +28,7 @@ from rlframe.losses.base import LMHead
 from rlframe.model_setup import blocks, empty_model, materialise, recompute_activations, shard
 from rlframe.optim import local
 from rlframe.packing import lay_out
+from rlframe.precision import full_precision
 from rlframe.ranks import Ranks
 from rlframe.sessions import Session, SessionSpec
 from rlframe.types import Batch
@@ -85,6 +86,7 @@ class Backbone:
         self._bit_sums: dict[tuple[frozenset[str], torch.dtype], int] = {}
 
     @classmethod
+    @full_precision()
     def load(
         cls,
         path: str,

@@ -224,6 +224,7 @@ class Session:
         self.zero_grad()
         self.revision += 1
 
+    @full_precision()
     def export(self, directory: str, merged: bool) -> None:
         """Write a folder for other tools, without value head: a PEFT adapter, or with ``merged`` a whole Hugging Face model.
 
@@ -238,6 +239,7 @@ class Session:
             raise ConfigError(f"Session {self.name!r} trains all weights, so it has no adapter.")
         return self.adapter.export_config()
 
+    @full_precision()
     def sampler_tensors(self, mode: str, dtype: str) -> dict[str, Tensor]:
         """What a sampler needs to serve this session's policy; whole CPU tensors on rank 0, empty elsewhere.
 
@@ -248,6 +250,7 @@ class Session:
         """
         return session_export.sampler_tensors(self, mode, getattr(torch, dtype))
 
+    @full_precision()
     def sampler_checksum(self, mode: str, dtype: str) -> str:
         """`rlframe.checksum.weights_checksum` of everything that a sampler then serves, the same on all ranks.
 

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
-from session_cases import EXPERTS, FailsOn, Policy, Value, base, load, make_batch, randomise, spec, state, write_models
+from session_cases import EXPERTS, FailsOn, Policy, Value, base, load, make_batch, randomise, same, spec, state, write_models
 from transformers import AutoModelForCausalLM
 
 from rlframe.backbone import Backbone
@@ -208,6 +208,24 @@ def test_a_resume_with_another_optimiser_steps_by_it_from_the_saved_moments(mode
     assert session.optim_step(0.1)["lr"] == pytest.approx(lr)
     for t in session.trainables:
         torch.testing.assert_close(t.master.double(), wanted[t.name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_callers_autocast_changes_no_bit(models, kind: str) -> None:
+    """The dtype is the backbone's: passes, steps and what samplers get."""
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            backbone = load(models["untied"], None, trainable=kind == "full")
+            session = backbone.create_session("a", spec(kind=kind, value_head=True))
+            for loss in (Policy(), Value()):
+                for _ in range(2):
+                    session.forward_backward(make_batch(), loss, 20)
+                    session.optim_step(0.1)
+            values = session.forward(make_batch(), Value(), 20).per_token
+            served = session.sampler_tensors("full", "float32")
+        found.append({**state(session), **values, **{f"served {name}": t for name, t in served.items()}})
+    same(*found)
 
 
 def test_a_batch_that_does_not_fit_is_refused_before_the_pass(session: Session) -> None:
