@@ -26,6 +26,7 @@ _PER_TOKEN = re.compile(
     r"|AltUp|LaurelBlock|HyperConnection)\d*$"
 )
 _HOLDS_OTHERS = re.compile(r"(ModuleList|ModuleDict|Sequential|Layer|Block)$")
+_MULTIPLIES = re.compile(r"(Linear|Conv1D)$")
 
 
 def token_mixers(model: PreTrainedModel) -> list[str]:
@@ -42,7 +43,7 @@ def token_mixers(model: PreTrainedModel) -> list[str]:
                 f"frozen_patterns has {ALL_ATTENTION}, but whether {unknown} of {type(model).__name__} mixes tokens is not "
                 "known here; name the attention of this model by parts of its parameters' names instead."
             )
-    found = [name for name, module in model.named_modules() if _MIXES.search(type(module).__name__)]
+    found = [name for name, module in model.named_modules() if _is(_MIXES, module)]
     if not found:
         raise ConfigError(
             f"frozen_patterns has {ALL_ATTENTION}, but no module of {type(model).__name__} is known to mix tokens; name the "
@@ -52,17 +53,20 @@ def token_mixers(model: PreTrainedModel) -> list[str]:
 
 
 def _unknown(module: nn.Module, paths: dict[int, str]) -> str | None:
-    """A part of ``module`` that has matrices and whose class says neither; None without one."""
-    kind = type(module).__name__
-    if _MIXES.search(kind):
+    """``module``, or a part of it, that has matrices and whose class says neither; None without one."""
+    if _is(_MIXES, module):
         return None
+    # Products of its own may be those of an attention that is written out in the block, unless that is a part beside them.
+    if any(_is(_MULTIPLIES, child) for child in module.children()) and not any(_is(_MIXES, m) for m in module.modules()):
+        return f"{paths[id(module)]} ({type(module).__name__})"
     for child in module.children():
-        kind = type(child).__name__
-        if _MIXES.search(kind) or _PER_TOKEN.search(kind) or all(p.ndim < 2 for p in child.parameters()):
+        if _is(_MIXES, child) or _is(_PER_TOKEN, child) or all(p.ndim < 2 for p in child.parameters()):
             continue
-        if not _HOLDS_OTHERS.search(kind):
-            return f"{paths[id(child)]} ({kind})"
-        unknown = _unknown(child, paths)
+        unknown = _unknown(child, paths) if _is(_HOLDS_OTHERS, child) else f"{paths[id(child)]} ({type(child).__name__})"
         if unknown:
             return unknown
     return None
+
+
+def _is(kinds: re.Pattern[str], module: nn.Module) -> bool:
+    return kinds.search(type(module).__name__) is not None

@@ -120,6 +120,17 @@ def test_a_part_that_is_not_known_is_refused_by_name() -> None:
     model.model.layers[1].extra = Surprise()
     with pytest.raises(ConfigError, match=r"whether model\.layers\.1\.extra \(Surprise\) of LlamaForCausalLM mixes tokens"):
         token_mixers(model)
+
+    class RetainingBlock(nn.Module):
+        """Attention written out in a block: nothing in it has a telling name."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.keys, self.queries = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    model.model.layers[1].extra = RetainingBlock()
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.extra \(RetainingBlock\)"):
+        token_mixers(model)
     model.model.layers[1].extra = nn.LayerNorm(32)
     assert token_mixers(model) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
