@@ -288,14 +288,10 @@ def _correction(a: AlgorithmConfig) -> None:
 
 
 def _score_centering(config: Config) -> None:
-    a, r = config.algorithm, config.rollout
-    if not a.score_centering:
-        return
-    on = "algorithm.score_centering=true"
-    off = "set algorithm.score_centering=false"
     _refuse(
-        r.head_size < 1,
-        f"{on} needs the sampler's heads and rollout.head_size=0 asks for none; raise rollout.head_size, or {off}.",
+        config.algorithm.score_centering and config.rollout.head_size < 1,
+        "algorithm.score_centering=true needs the sampler's heads and rollout.head_size=0 asks for none; "
+        "raise rollout.head_size, or set algorithm.score_centering=false.",
     )
 
 

@@ -317,7 +317,7 @@ class Session:
             check_offsets(batch)
             check_vocabulary(batch, self.backbone.model.config.get_text_config().vocab_size, context=True)
             last_rows(batch)
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             return [], error
         return batch.micro_batches(micro_batch_tokens if self.backbone.packs else 1), None
 

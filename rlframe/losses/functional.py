@@ -71,7 +71,7 @@ def policy_loss(
     count = tokens.numel()
     if not count:
         raise ValueError("policy_loss needs at least one action token.")
-    segments = torch.zeros_like(tokens, dtype=torch.int64) if segments is None else segments.long()
+    segments = torch.zeros_like(tokens, dtype=torch.int64) if segments is None else segments
     head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
     vocabulary = head.vocabulary()
     _check_tokens(tokens, logprobs, advantages, segments, vocabulary)
@@ -79,7 +79,13 @@ def policy_loss(
     if head_ids is not None or rules.centering is not None:
         _check_heads(tokens, logprobs, segments, head_ids, head_logprobs, vocabulary, used=rules.centering is not None)
     data = PolicyTokens(
-        tokens.long(), logprobs, advantages, segments, int(segments.max()) + 1, head_ids=head_ids, head_logprobs=head_logprobs
+        tokens.long(),
+        logprobs,
+        advantages,
+        segments.long(),
+        int(segments.max()) + 1,
+        head_ids=head_ids,
+        head_logprobs=head_logprobs,
     )
     objective, out = run_policy_loss(hidden, head, data, rules, temperature)
     return PolicyLossOutputs(out.loss, out.logprobs, out.entropy, policy_metrics(objective, out))
@@ -90,8 +96,9 @@ def _check_tokens(tokens: Tensor, logprobs: Tensor, advantages: Tensor, segments
     for name, tensor in (("tokens", tokens), ("logprobs", logprobs), ("advantages", advantages), ("segments", segments)):
         if tensor.shape != (count,):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({count},).")
-    if tokens.is_floating_point():
-        raise ValueError(f"tokens must be whole numbers, not {tokens.dtype}.")
+    for name, tensor in (("tokens", tokens), ("segments", segments)):
+        if tensor.is_floating_point():
+            raise ValueError(f"{name} must be whole numbers, not {tensor.dtype}.")
     previous = torch.cat([segments.new_zeros(1), segments[:-1]])
     for bad, what in (
         (~logprobs.isfinite(), "logprobs is not finite"),

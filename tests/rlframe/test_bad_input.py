@@ -179,6 +179,7 @@ def test_the_functional_form_says_which_argument_is_wrong() -> None:
         ({"tokens": torch.tensor([0, -1, 2])}, r"outside of the vocabulary of 5 at token 1 \(trajectory 0\)"),
         ({"logprobs": torch.tensor([-1.0, 0.1, -1.0])}, r"positive value at token 1 \(trajectory 0\)"),
         ({"advantages": torch.tensor([1.0, 1.0, torch.inf])}, "advantages is not finite at token 2"),
+        ({"segments": torch.tensor([0.0, 0.0, 0.5])}, "segments must be whole numbers"),
         ({"segments": torch.tensor([0, 3, 2])}, r"segments go down, or begin below 0, at token 2 \(trajectory 2\)"),
         ({"segments": torch.tensor([-1, 0, 0])}, r"segments go down, or begin below 0, at token 0 \(trajectory -1\)"),
         ({"temperature": 0.0}, "temperature is 0.0"),
