@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rlframe.config import AlgorithmConfig, Config, ConfigError, OptimConfig, serves_other_weights
+from rlframe.config import PROMPT_FILES, AlgorithmConfig, Config, ConfigError, OptimConfig, TaskConfig, serves_other_weights
 from rlframe.engine_checks import check_engine
 
 POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
@@ -18,7 +18,6 @@ ROLLOUT_IS = ("token", "sequence")
 ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "sglang", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
-PROMPT_FILES = ("jsonl", "parquet")
 GENERATED_TASKS = ("arithmetic", "countdown", "wordle", "reasoning_gym")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
 """Formats of ``rollout.quantize``."""
@@ -69,6 +68,21 @@ def unused(config: Config) -> dict[str, str]:
             [f"task.{key}" for key in ("reward_workers", "reward_timeout_s", "reward_memory_mb", "on_reward_failure")],
         ),
         (
+            config.task.name in GENERATED_TASKS,
+            f"with task.name={config.task.name}, which makes its own prompts",
+            ("task.prompt_key", "task.tools_key", "task.last_assistant"),
+        ),
+        (
+            config.task.name in GENERATED_TASKS and not config.task.chat_template,
+            f"with task.name={config.task.name} and without task.chat_template=true",
+            ("task.template_args",),
+        ),
+        (
+            config.task.name == "arithmetic",
+            "with task.name=arithmetic",
+            ("task.stop", "task.template_args"),
+        ),
+        (
             config.rollout.engine != "sglang",
             f"with rollout.engine={config.rollout.engine}",
             ("rollout.server_urls", "rollout.weights_dir"),
@@ -115,6 +129,7 @@ def _names(config: Config) -> None:
     _one_of("critic.mode", config.critic.mode, ("lora", "full"))
     _one_of("cluster.device", config.cluster.device, ("auto", "cpu", "cuda"))
     _one_of("task.on_reward_failure", config.task.on_reward_failure, ("raise", "drop", "zero"))
+    _one_of("task.last_assistant", config.task.last_assistant, ("refuse", "drop", "continue"))
     _one_of("log.wandb", config.log.wandb, ("auto", "online", "offline", "disabled"))
     for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
         _one_of(key, dtype, DTYPES)
@@ -134,7 +149,7 @@ def _ranges(config: Config) -> None:
         1,
         "steps batch_size algorithm.rollouts_per_prompt rollout.workers rollout.max_new_tokens rollout.max_model_len "
         "rollout.max_concurrency rollout.tensor_parallel_size actor.ranks actor.lora.rank actor.micro_batch_tokens "
-        "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble eval.size checkpoint.keep_last "
+        "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble checkpoint.keep_last "
         "task.reward_workers log.rollouts_tokens server.max_rank server.max_models server.max_loras server.max_request_mb",
     )
     _at_least(
@@ -146,6 +161,8 @@ def _ranges(config: Config) -> None:
         "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb "
         "rollout.weight_noise server.port",
     )
+    size = config.eval.size
+    _refuse(size is not None and size < 1, f"eval.size={size} is out of range; it must be at least 1, or null.")
     memory = config.task.reward_memory_mb
     _refuse(
         memory is not None and memory < 32,
@@ -193,6 +210,13 @@ def _sources(config: Config) -> None:
             task.name in GENERATED_TASKS and given is not None,
             f"task.{key}={given} is not used by task.name={task.name}; choose task=jsonl or parquet for a file of prompts.",
         )
+    _stops(task)
+
+
+def _stops(task: TaskConfig) -> None:
+    for item in task.stop:
+        good = (isinstance(item, str) and item != "") or (isinstance(item, int) and not isinstance(item, bool) and item >= 0)
+        _refuse(not good, f"task.stop has {item!r}, which is no token; give its text in quotes, or its number.")
 
 
 def _sampling(config: Config) -> None:

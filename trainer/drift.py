@@ -27,6 +27,8 @@ REFUSED: dict[str, str] = {
     "task.options": _STREAM,
     "task.prompt_key": _STREAM,
     "task.chat_template": _STREAM,
+    "task.tools_key": _STREAM,
+    "task.last_assistant": _STREAM,
     "eval.size": "it decides which prompts are held out from training",
     "rollout.head_size": _BUFFER,
     "rollout.temperature": _BUFFER,
