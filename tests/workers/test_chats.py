@@ -37,7 +37,9 @@ def read(tmp_path, *rows, tokenizer=None, **task):
 
 def test_an_answer_at_the_end_of_a_prompt_is_refused_dropped_or_continued(tmp_path):
     rows = [{"prompt": [USER]}, {"prompt": [USER, ANSWER]}]
-    with pytest.raises(ConfigError, match=r"^line 2 of train\.jsonl: .*the assistant's.*task\.last_assistant=drop .* or continue"):
+    with pytest.raises(
+        ConfigError, match=r"^line 2 of train\.jsonl: .*the assistant's.*task\.last_assistant=drop .* or continue"
+    ):
         read(tmp_path, *rows)
     texts, kept = read(tmp_path, *rows, last_assistant="drop")
     assert texts == [QUESTION, QUESTION] and [row.get("reference") for row in kept] == [None, "4"]
@@ -69,7 +71,9 @@ def test_messages_written_as_json_are_messages(tmp_path):
     texts, rows = read(tmp_path, {"prompt": json.dumps([USER])}, {"prompt": " [ {'role' was: here"})
     assert texts == [QUESTION, " [ {'role' was: here"] and rows[0]["prompt"] == json.dumps([USER])
     for text in (str([USER]), '[{"role": "user", "content": "cut'):
-        with pytest.raises(ConfigError, match=r"line 1 of train\.jsonl: the prompt begins like a list of messages, but is not JSON"):
+        with pytest.raises(
+            ConfigError, match=r"line 1 of train\.jsonl: the prompt begins like a list of messages, but is not JSON"
+        ):
             read(tmp_path, {"prompt": text})
     with pytest.raises(ConfigError, match="neither a string nor a list of messages"):
         read(tmp_path, {"prompt": '[{"from": "human", "value": "2+2="}]'})

@@ -39,7 +39,10 @@ def test_a_chatml_answer_ends_at_the_end_of_its_turn_whatever_the_tokenizer_call
     ("template", "expected"),
     [
         ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n<|im_end|>{% endfor %}", END),
-        ("{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}", END_OF_TEXT),
+        (
+            "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}",
+            END_OF_TEXT,
+        ),
         ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}", None),
         ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", None),
         ("{{ raise_exception('system first') }}", None),
@@ -98,7 +101,9 @@ def test_an_episode_ends_with_stop_at_any_of_its_stops_and_with_length_without(t
     engine = TorchEngine(save(model, tmp_path), max_model_len=64)
     start = np.array([5, 9, 12], np.int32)
     with torch.no_grad():
-        whole = model.generate(torch.tensor(start)[None].long(), max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 3:].tolist()
+        whole = model.generate(torch.tensor(start)[None].long(), max_new_tokens=8, do_sample=False, eos_token_id=None)[
+            0, 3:
+        ].tolist()
     stop = whole[place]
     env = make_environment(TaskConfig(name="countdown", stop=[stop]), tokenizer, seed=0, eval_size=1)
     params = SamplingParams(max_new_tokens=8, temperature=0)
@@ -113,7 +118,9 @@ def test_an_episode_ends_with_stop_at_any_of_its_stops_and_with_length_without(t
 @pytest.mark.parametrize("before", ["", "\n"], ids=["at once", "on a line of its own"])
 def test_a_reply_ends_the_policy_s_turn_exactly_once(before):
     tokenizer = chatml_tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace("message.content + '<|im_end|>", f"message.content + '{before}<|im_end|>")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message.content + '<|im_end|>", f"message.content + '{before}<|im_end|>"
+    )
     task = TaskConfig(name="countdown", chat_template=True, options={"attempts": 2})
     env = make_environment(task, tokenizer, seed=0, eval_size=1)
     said = np.array([*tokenizer("1+1").input_ids, END], np.int32)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,16 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from rlframe.config import ConfigError
-from workers.environments.prompt_data import check_depth, printable
+from workers.environments.prompt_data import BadValue, check_depth, place, printable
 
 
-def read_parquet(key: str, path: Path) -> list[tuple[int, dict[str, Any]]]:
+def read_parquet(key: str, path: Path, texts: Collection[str]) -> list[tuple[int, dict[str, Any]]]:
     """All rows with their numbers, counted from 1.
+
+    Args:
+        key: the setting that names the file, for messages.
+        path: the file.
+        texts: columns that hold text, in which binary and what is not UTF-8 is refused.
 
     Raises:
         ConfigError: not a parquet file, two columns of one name, or a column that cannot be read.
@@ -41,26 +47,35 @@ def read_parquet(key: str, path: Path) -> list[tuple[int, dict[str, Any]]]:
     twice = [name for name, count in Counter(table.column_names).items() if count > 1]
     if twice:
         raise ConfigError(f"{key}={path} has two columns named {printable(twice[0])}; rename one.")
-    columns = {name: _values(table.column(name), f"the column {printable(name)} of {path.name}") for name in table.column_names}
+    columns = {name: _values(table.column(name), name, path, name in texts) for name in table.column_names}
     return [(i + 1, {name: values[i] for name, values in columns.items()}) for i in range(table.num_rows)]
 
 
-def _values(column: pa.ChunkedArray, where: str) -> list[Any]:
+def _values(column: pa.ChunkedArray, name: str, path: Path, is_text: bool) -> list[Any]:
     try:
         if _is_plain(column.type):
             try:
                 return list(column.to_pylist())
             except ValueError:  # text that is not UTF-8
                 pass
-        values = [json_like(scalar) for scalar in column]
-        for value in values:
-            check_depth(value)
-        return values
+        return [_value(scalar, is_text, place(path.name, "parquet", i + 1), name) for i, scalar in enumerate(column)]
+    except ConfigError:
+        raise
     except Exception as error:  # types that pyarrow cannot convert raise many kinds
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        kind = printable(str(column.type))
         raise ConfigError(
-            f"{where} ({printable(str(column.type))}) cannot be read: {printable(reason)}; leave it out."
+            f"The column {printable(name)} ({kind}) of {path.name} cannot be read: {printable(reason)}; leave it out."
         ) from None
+
+
+def _value(scalar: pa.Scalar, is_text: bool, where: str, name: str) -> Any:
+    try:
+        value = json_like(scalar, is_text)
+        check_depth(value)
+    except BadValue as error:
+        raise ConfigError(f"{where}, column {printable(name)}, {error}.") from None
+    return value
 
 
 def _is_plain(kind: pa.DataType) -> bool:
@@ -75,11 +90,11 @@ def _is_plain(kind: pa.DataType) -> bool:
     return text or number or types.is_boolean(kind) or types.is_null(kind)
 
 
-def json_like(scalar: pa.Scalar) -> Any:
+def json_like(scalar: pa.Scalar, is_text: bool) -> Any:
     """One value by the table of this module.
 
     Raises:
-        ValueError: a struct has two fields of one name.
+        BadValue: a struct has two fields of one name, or with ``is_text`` there is something that is no text.
     """
     if not scalar.is_valid:
         return None
@@ -87,25 +102,31 @@ def json_like(scalar: pa.Scalar) -> Any:
     if types.is_struct(kind):
         names = [kind.field(i).name for i in range(kind.num_fields)]
         if len(set(names)) < len(names):
-            raise ValueError("a struct has two fields of one name")
-        return {name: json_like(scalar[i]) for i, name in enumerate(names)}
+            raise BadValue("has two fields of one name")
+        return {name: json_like(scalar[i], is_text) for i, name in enumerate(names)}
     if types.is_map(kind):
-        return [[json_like(pair["key"]), json_like(pair["value"])] for pair in scalar.values]
+        return [[json_like(pair["key"], is_text), json_like(pair["value"], is_text)] for pair in scalar.values]
     if types.is_nested(kind) and not types.is_union(kind):
-        return [json_like(item) for item in scalar.values]
+        return [json_like(item, is_text) for item in scalar.values]
     if (
         types.is_dictionary(kind)
         or types.is_run_end_encoded(kind)
         or types.is_union(kind)
         or isinstance(kind, pa.BaseExtensionType)
     ):
-        return json_like(scalar.value)
-    return _single(scalar, kind)
+        return json_like(scalar.value, is_text)
+    return _single(scalar, kind, is_text)
 
 
-def _single(scalar: pa.Scalar, kind: pa.DataType) -> Any:
+def _single(scalar: pa.Scalar, kind: pa.DataType, is_text: bool) -> Any:
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
-        return scalar.as_buffer().to_pybytes().decode("utf-8", "replace")
+        data = scalar.as_buffer().to_pybytes()
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            if is_text:
+                raise BadValue("is not UTF-8 text") from None
+            return data.decode("utf-8", "replace")
     if types.is_decimal(kind):
         return str(scalar.as_py())
     if types.is_duration(kind):
@@ -118,4 +139,8 @@ def _single(scalar: pa.Scalar, kind: pa.DataType) -> Any:
         except pa.ArrowException:  # a time zone that this machine does not know
             return scalar.value
     value = scalar.as_py()
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+    if not isinstance(value, bytes):
+        return value
+    if is_text:
+        raise BadValue("is binary; store it as text")
+    return base64.b64encode(value).decode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ class BadValue(ValueError):
     """A value that no row can hold; the message completes "line 3 of prompts.jsonl ... "."""
 
 
-def read_rows(key: str, name: str, kind: str) -> list[tuple[int, dict[str, Any]]]:
+def read_rows(key: str, name: str, kind: str, texts: Collection[str] = ()) -> list[tuple[int, dict[str, Any]]]:
     """All rows of a file with their numbers, counted from 1.
 
     Args:
         key: the setting that names the file, for messages.
         name: path of the file.
         kind: ``jsonl`` or ``parquet``.
+        texts: columns in which bytes of a parquet file are refused; elsewhere they become text by a rule.
 
     Raises:
         ConfigError: no such file, not of that kind, a bad line (with its number), or no rows.
@@ -44,7 +46,7 @@ def read_rows(key: str, name: str, kind: str) -> list[tuple[int, dict[str, Any]]
         if kind == "parquet":
             from workers.environments.parquet import read_parquet  # pyarrow takes a while to import
 
-            rows = read_parquet(key, path)
+            rows = read_parquet(key, path, texts)
         else:
             rows = _jsonl(key, path)
     except OSError as error:

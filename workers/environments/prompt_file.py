@@ -100,15 +100,16 @@ class PromptFile:
             questions = [replace(q, prompt=blake2b(q.problem.tokens.tobytes(), digest_size=16).hexdigest()) for q in questions]
         train, evaluation = split(questions, self.eval_size, name)
         self.notes.append(
-            f"Evaluations use {len(evaluation)} of the {len(questions)} rows of {name}: a random sample, the same in every run. "
-            f"{len(train)} are trained on."
+            f"Evaluations use {len(evaluation)} of the {len(questions)} rows of {name}: a random sample, the same in every "
+            f"run. {len(train)} are trained on."
         )
         return train, evaluation
 
-    def _read(self, key: str, name: str, verl: bool) -> list[Question]:
+    def _read(self, setting: str, name: str, verl: bool) -> list[Question]:
         """One problem a row."""
         task = self.task
-        rows = [(place(name, task.name, number), number, row) for number, row in read_rows(key, name, task.name)]
+        texts = [key for key in (task.prompt_key, task.tools_key) if key]
+        rows = [(place(name, task.name, number), number, row) for number, row in read_rows(setting, name, task.name, texts)]
         prompts: list[str | Chat] = []
         contents = []
         for where, _, row in rows:
