@@ -48,7 +48,7 @@ def changes(saved: Config, wanted: Config) -> list[str]:
     """Every setting that differs, as ``key: old -> new``.
 
     ``run_dir`` is left out: a run may be moved. ``model.path`` and ``task.train`` may change, too: the base model and the
-    prompts are compared themselves when they are loaded. What ``batch_size``, ``max_staleness`` and ``reorder_window`` leave no
+    rows are compared themselves when they are loaded. What ``batch_size``, ``max_staleness`` and ``reorder_window`` leave no
     room for is sampled again (`trainer.recovery.restore`).
 
     Raises:

@@ -74,6 +74,18 @@ def test_of_a_few_problems_the_one_that_differs_is_named_and_copies_count():
     assert PromptStream(named("bbca"), "env", 0).difference(then) == "have changed; the first that differs is a.jsonl:1"
 
 
+def test_a_problem_without_a_content_of_its_own_is_known_by_id_and_payload():
+    def content(payload, tokens=(1,)):
+        return Problem("p", np.array(tokens, np.int32), payload).content
+
+    assert content({"a": 1, "b": np.array([2])}) == content({"b": [2], "a": 1}, tokens=(5, 6))
+    assert content({"a": 1}) != content({"a": 2}) and content({}) != content({}, tokens=(2,))
+    assert content({"a": {1, 2}}) == content({"a": {3}}), "what JSON cannot write counts by its type"
+    itself: dict = {}
+    itself["x"] = itself
+    assert content({1: 2, "a": 3}) == content({(1, 2): 3}) == content(itself), "the id alone"
+
+
 def test_a_task_without_prompts_is_refused():
     with pytest.raises(ValueError, match="no training prompts"):
         PromptStream([], "env", 0)

@@ -37,14 +37,22 @@ class Problem:
     """What the episode needs to reward the answer (JSON-like)."""
     content: str = ""
     """`digest` of what the problem is, however it is rendered and wherever it lies; a run that resumes compares it. Empty: made
-    of ``id`` and ``payload``, or without a payload of ``id`` and ``tokens``."""
+    of ``id`` and ``payload``, or without a payload of ``id`` and ``tokens``; of ``id`` alone if the payload is not JSON-like."""
 
     def __post_init__(self) -> None:
-        self.content = self.content or digest([self.id, self.payload or self.tokens])
+        if not self.content:
+            try:
+                self.content = digest([self.id, self.payload or self.tokens])
+            except (TypeError, ValueError, RecursionError):  # keys that are no text, or a payload that contains itself
+                self.content = digest(self.id)
 
 
 def digest(value: Any) -> str:
-    """32 hex digits of a JSON-like value, the same for every order of its keys; what is not JSON counts by its type alone."""
+    """32 hex digits of a JSON-like value, the same for every order of its keys; what is not JSON counts by its type alone.
+
+    Raises:
+        TypeError, ValueError, RecursionError: keys that are neither text nor comparable, or a value that contains itself.
+    """
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -56,6 +56,7 @@ class ReasoningGym(PromptFile):
 
     @cached_property
     def _problems(self) -> tuple[list[Problem], list[Problem]]:
+        assert self.eval_size is not None  # there is no file of held-out problems
         name = self.options.dataset
         config = {"seed": SEED, **self.options.config, "size": self.options.problems + self.eval_size}
         questions = ask(name, config)
