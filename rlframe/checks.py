@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rlframe.config import PROMPT_FILES, AlgorithmConfig, Config, ConfigError, OptimConfig, TaskConfig, serves_other_weights
+from rlframe.config import PROMPT_FILES, AlgorithmConfig, Config, ConfigError, OptimConfig, serves_other_weights
 from rlframe.engine_checks import check_engine
+from rlframe.task_checks import GENERATED_TASKS, check_task, unused_by_task
 
 POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
 ROLLOUT_IS = ("token", "sequence")
 ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "sglang", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
-GENERATED_TASKS = ("arithmetic", "countdown", "wordle", "reasoning_gym")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
 """Formats of ``rollout.quantize``."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
@@ -35,6 +35,7 @@ def check(config: Config) -> None:
         _names,
         _ranges,
         _sources,
+        check_task,
         _sampling,
         _algorithm,
         _score_centering,
@@ -67,21 +68,7 @@ def unused(config: Config) -> dict[str, str]:
             f"with task.name={config.task.name}, which rewards answers itself",
             [f"task.{key}" for key in ("reward_workers", "reward_timeout_s", "reward_memory_mb", "on_reward_failure")],
         ),
-        (
-            config.task.name in GENERATED_TASKS,
-            f"with task.name={config.task.name}, which makes its own prompts",
-            ("task.prompt_key", "task.tools_key", "task.last_assistant"),
-        ),
-        (
-            config.task.name in GENERATED_TASKS and not config.task.chat_template,
-            f"with task.name={config.task.name} and without task.chat_template=true",
-            ("task.template_args",),
-        ),
-        (
-            config.task.name == "arithmetic",
-            "with task.name=arithmetic",
-            ("task.stop", "task.template_args"),
-        ),
+        *unused_by_task(config.task),
         (
             config.rollout.engine != "sglang",
             f"with rollout.engine={config.rollout.engine}",
@@ -129,7 +116,6 @@ def _names(config: Config) -> None:
     _one_of("critic.mode", config.critic.mode, ("lora", "full"))
     _one_of("cluster.device", config.cluster.device, ("auto", "cpu", "cuda"))
     _one_of("task.on_reward_failure", config.task.on_reward_failure, ("raise", "drop", "zero"))
-    _one_of("task.last_assistant", config.task.last_assistant, ("refuse", "drop", "continue"))
     _one_of("log.wandb", config.log.wandb, ("auto", "online", "offline", "disabled"))
     for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
         _one_of(key, dtype, DTYPES)
@@ -161,8 +147,6 @@ def _ranges(config: Config) -> None:
         "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb "
         "rollout.weight_noise server.port",
     )
-    size = config.eval.size
-    _refuse(size is not None and size < 1, f"eval.size={size} is out of range; it must be at least 1, or null.")
     memory = config.task.reward_memory_mb
     _refuse(
         memory is not None and memory < 32,
@@ -210,13 +194,6 @@ def _sources(config: Config) -> None:
             task.name in GENERATED_TASKS and given is not None,
             f"task.{key}={given} is not used by task.name={task.name}; choose task=jsonl or parquet for a file of prompts.",
         )
-    _stops(task)
-
-
-def _stops(task: TaskConfig) -> None:
-    for item in task.stop:
-        good = (isinstance(item, str) and item != "") or (isinstance(item, int) and not isinstance(item, bool) and item >= 0)
-        _refuse(not good, f"task.stop has {item!r}, which is no token; give its text in quotes, or its number.")
 
 
 def _sampling(config: Config) -> None:

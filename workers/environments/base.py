@@ -37,7 +37,7 @@ class Problem:
     """What the episode needs to reward the answer (JSON-like)."""
     content: str = ""
     """`digest` of what the problem is, however it is rendered and wherever it lies; a run that resumes compares it. Empty: made
-    of ``id`` and ``payload``, or without a payload of ``id`` and ``tokens``; of ``id`` alone if the payload is not JSON-like."""
+    of ``id`` and ``payload``, or without a payload of ``id`` and ``tokens``; of ``id`` alone if the payload is no JSON."""
 
     def __post_init__(self) -> None:
         if not self.content:
