@@ -113,7 +113,7 @@ def test_arguments_reach_the_chat_template_in_every_environment(tmp_path):
     texts, _ = read(tmp_path, {"prompt": [USER]}, template_args=arguments)
     assert texts[0].endswith(closed)
     tokenizer = chatml_tokenizer()
-    for name, options in (("countdown", {"attempts": 2}), ("wordle", {})):
+    for name, options in (("countdown", {"attempts": 2, "problems": 5}), ("wordle", {})):
         task = TaskConfig(name=name, chat_template=True, template_args=arguments, options=options)
         env = make_environment(task, tokenizer, seed=0, eval_size=1)
         assert tokenizer.decode(env.train_prompts()[0].tokens).endswith(closed)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chatml import chatml_tokenizer
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlframe.config import ConfigError, TaskConfig
@@ -18,6 +18,7 @@ from workers.environments import make_environment
 from workers.environments.prompt_data import read_rows
 
 TOKENIZER = chatml_tokenizer()
+EXAMPLES = 150
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,11 @@ def test_a_prompt_of_bytes_is_a_sentence_and_not_a_prompt(folder):
         parquet(folder, {"prompt": pa.array([b"a"])})
 
 
+def test_a_column_of_another_name_is_named(folder):
+    with pytest.raises(ConfigError, match=r"^line 1 of p\.jsonl, column question: the prompt is empty"):
+        jsonl(folder, '{"question": ""}', prompt_key="question")
+
+
 def test_columns_of_one_name_are_refused(folder):
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
     pq.write_table(table, folder / "twice.parquet")
@@ -208,14 +214,14 @@ def same_or_a_sentence(read):
         json.loads(json.dumps(found))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(LINES, max_size=4), st.sampled_from([None, True, False]), st.sampled_from(["refuse", "drop", "continue"]))
 def test_any_jsonl_file_gives_problems_or_one_sentence(folder, lines, chat_template, last_assistant):
     data = b"\n".join(lines)
     same_or_a_sentence(lambda: jsonl(folder, data, chat_template=chat_template, last_assistant=last_assistant))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["prompt", "tools", "x"]), TYPES), min_size=1, max_size=3), st.data())
 def test_any_parquet_file_gives_problems_or_one_sentence(folder, kinds, data):
     columns = {}

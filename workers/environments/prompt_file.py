@@ -20,7 +20,7 @@ from rlframe.types import Prompt
 from workers.environments.base import FatalRewardError, Problem, RewardError, StepResult, digest
 from workers.environments.chats import Chat, read_prompt
 from workers.environments.options import read_options
-from workers.environments.prompt_data import column, place, read_rows
+from workers.environments.prompt_data import column, place, printable, read_rows
 from workers.environments.rendering import render
 from workers.environments.stops import response, stop_token_ids
 from workers.rewards import RewardFailed, RewardPool, check_reward
@@ -112,15 +112,16 @@ class PromptFile:
         rows = [(place(name, task.name, number), number, row) for number, row in read_rows(setting, name, task.name, texts)]
         prompts: list[str | Chat] = []
         contents = []
+        named = "" if task.prompt_key == "prompt" else f", column {printable(task.prompt_key)}"
         for where, _, row in rows:
             self._check_row(row, where, verl)
             tools = row.get(task.tools_key) if task.tools_key else None
-            prompt, answer = read_prompt(column(row, task.prompt_key, where, "task.prompt_key"), tools, task, where)
+            prompt, answer = read_prompt(column(row, task.prompt_key, where, "task.prompt_key"), tools, task, where + named)
             prompts.append(prompt)
             contents.append(digest(row))
             if answer is not None:
                 row.setdefault("reference", answer)
-        places = [where for where, _, _ in rows]
+        places = [where + named for where, _, _ in rows]
         tokens = render(self.tokenizer, prompts, places, task.chat_template, task.template_args)
         return [
             Question(
