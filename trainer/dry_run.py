@@ -10,7 +10,7 @@ from trainer.run import read_inputs
 
 
 def report(config: Config) -> str:
-    """The resolved configuration (YAML), what is held out, the placement and the memory estimate.
+    """What is held out, the resolved configuration (YAML), the placement and the memory estimate.
 
     The model, the tokenizer and the prompts are looked at as a run would: a built-in model that is not in the cache yet is
     built.
@@ -24,8 +24,8 @@ def report(config: Config) -> str:
     held_out = f"{len(inputs.eval_prompts)} held-out problems, {len(inputs.stream.problems)} to train on"
     parts = (
         ("configuration", to_yaml(config).rstrip()),
-        ("data", "\n".join([held_out, *inputs.notes])),
         ("placement", placement.describe()),
         (f"memory, estimated for {shape.parameters:,} parameters", estimate(config, placement, shape)),
     )
-    return "\n\n".join(f"# {title}\n{text}" for title, text in parts)
+    data = "\n".join([held_out, *inputs.notes])
+    return "\n\n".join([data, *(f"# {title}\n{text}" for title, text in parts)])
