@@ -13,6 +13,7 @@ from typing import Any
 from rlframe.config import (
     ENGINE_DTYPES,
     MODEL_DTYPES,
+    PROMPT_FILES,
     AlgorithmConfig,
     Config,
     ConfigError,
@@ -20,12 +21,11 @@ from rlframe.config import (
     serves_other_weights,
 )
 from rlframe.engine_checks import check_engine
+from rlframe.task_checks import GENERATED_TASKS, check_task, unused_by_task
 
 ROLLOUT_IS = ("token", "sequence")
 ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "sglang", "torch")
-PROMPT_FILES = ("jsonl", "parquet")
-GENERATED_TASKS = ("arithmetic", "countdown", "wordle", "reasoning_gym")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
 """Formats of ``rollout.quantize``."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
@@ -42,6 +42,7 @@ def check(config: Config) -> None:
         _names,
         _ranges,
         _sources,
+        check_task,
         _sampling,
         _algorithm,
         _score_centering,
@@ -74,6 +75,7 @@ def unused(config: Config) -> dict[str, str]:
             f"with task.name={config.task.name}, which rewards answers itself",
             [f"task.{key}" for key in ("reward_workers", "reward_timeout_s", "reward_memory_mb", "on_reward_failure")],
         ),
+        *unused_by_task(config.task),
         (
             config.rollout.engine != "sglang",
             f"with rollout.engine={config.rollout.engine}",
@@ -140,7 +142,7 @@ def _ranges(config: Config) -> None:
         1,
         "steps batch_size algorithm.rollouts_per_prompt rollout.workers rollout.max_new_tokens rollout.max_model_len "
         "rollout.max_concurrency rollout.tensor_parallel_size actor.ranks actor.lora.rank actor.micro_batch_tokens "
-        "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble eval.size checkpoint.keep_last "
+        "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble checkpoint.keep_last "
         "task.reward_workers log.rollouts_tokens server.max_rank server.max_models server.max_loras server.max_request_mb",
     )
     _at_least(

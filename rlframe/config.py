@@ -48,7 +48,7 @@ class TaskConfig:
     train: Optional[str] = None
     """File of training prompts (jsonl, parquet)."""
     eval: Optional[str] = None
-    """File of held-out prompts; without one, ``eval.size`` problems are held out from ``train``."""
+    """File of held-out prompts, used whole where ``eval.size`` is null; without one, problems are held out from ``train``."""
     reward: Optional[str] = None
     """Reward function of a prompt file: ``module:function`` (the current directory is searched, too), or ``math``."""
     reward_workers: int = 2
@@ -61,9 +61,19 @@ class TaskConfig:
     """When the reward function fails, hangs, crashes or returns no finite number: ``raise`` ends the run, ``drop`` leaves
     the rollout out (0 in an evaluation), ``zero`` rewards it with 0."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: a string, or chat messages."""
+    """Column that holds the prompt: a string, or chat messages (a list, or one written as JSON)."""
+    tools_key: Optional[str] = "tools"
+    """Column of a chat's tools (JSON schemas), which the chat template renders, where there is one; null: none are rendered."""
     chat_template: Optional[bool] = None
     """Render string prompts through the tokenizer's chat template; null: only chat messages are rendered."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as ``enable_thinking: false``."""
+    last_assistant: str = "refuse"
+    """Chats whose last message is the assistant's: ``refuse`` them, ``drop`` that message (the row keeps it as ``reference``),
+    or ``continue`` it."""
+    stop: list[Any] = field(default_factory=list)
+    """More tokens that end an answer, by text or number, beside those of the tokenizer, the model's files and the end of a turn
+    in the chat template."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment."""
 
@@ -279,14 +289,20 @@ class ClusterConfig:
     ends with a dump."""
 
 
+PROMPT_FILES = ("jsonl", "parquet")
+"""Tasks that read ``task.train`` and ``task.eval``."""
+HELD_OUT = 256
+"""Held-out problems where nothing says how many."""
+
+
 @dataclass
 class EvalConfig:
     """Held-out evaluation."""
 
     every: int = 20
     """Steps between evaluations; 0: only before the first step and after the last."""
-    size: int = 256
-    """Held-out problems."""
+    size: Optional[int] = None
+    """Held-out problems; null: all of ``task.eval``, or 256 without one."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
 
@@ -394,6 +410,13 @@ def critic_names(config: Config, environments: int = 1) -> tuple[str, ...]:
         return ()
     count = environments if config.critic.per_env else config.critic.ensemble
     return tuple(f"critic_{i}" for i in range(count))
+
+
+def eval_size(config: Config) -> int | None:
+    """Number of held-out problems; None: all rows of ``task.eval``."""
+    if config.eval.size is None and config.task.eval is not None and config.task.name in PROMPT_FILES:
+        return None
+    return HELD_OUT if config.eval.size is None else config.eval.size
 
 
 def serves_other_weights(rollout: RolloutConfig) -> bool:

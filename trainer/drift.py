@@ -27,6 +27,8 @@ REFUSED: dict[str, str] = {
     "task.options": _STREAM,
     "task.prompt_key": _STREAM,
     "task.chat_template": _STREAM,
+    "task.tools_key": _STREAM,
+    "task.last_assistant": _STREAM,
     "eval.size": "it decides which prompts are held out from training",
     "rollout.head_size": _BUFFER,
     "rollout.temperature": _BUFFER,
@@ -46,7 +48,7 @@ def changes(saved: Config, wanted: Config) -> list[str]:
     """Every setting that differs, as ``key: old -> new``.
 
     ``run_dir`` is left out: a run may be moved. ``model.path`` and ``task.train`` may change, too: the base model and the
-    prompts are compared themselves when they are loaded. What ``batch_size``, ``max_staleness`` and ``reorder_window`` leave no
+    rows are compared themselves when they are loaded. What ``batch_size``, ``max_staleness`` and ``reorder_window`` leave no
     room for is sampled again (`trainer.recovery.restore`).
 
     Raises:

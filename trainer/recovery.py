@@ -93,16 +93,28 @@ def restore(controller: Controller, directory: Path) -> None:
         )
 
 
+def held_out_by_tokens(directory: Path) -> bool:
+    """Whether the run holds out problems by what they render to, as all did before checkpoints compared rows."""
+    prompts = read_state(directory)["prompts"]
+    return isinstance(prompts, str) or bool(prompts["held_out_by_tokens"])
+
+
 def check_prompts(directory: Path, stream: PromptStream) -> None:
     """Refuse to go on with other prompts: a position in the stream would mean another prompt.
 
     Raises:
         ConfigError: the training prompts are not those of the checkpoint.
     """
-    if read_state(directory)["prompts"] != stream.fingerprint:
+    then = read_state(directory)["prompts"]
+    if isinstance(then, str):
+        same = then == stream.former_fingerprint
+        what = None if same else "have other names or tokens (its version compared the name of the file and what it renders to)"
+    else:
+        what = stream.difference(then)
+    if what:
         raise ConfigError(
-            f"The training prompts are not those that {directory.name} was written with (their file has changed?), so the run "
-            "cannot go on with them; give it the old ones, or start another run from an export."
+            f"The training prompts {what}, compared with those that {directory.name} was written with, so the run cannot go on "
+            "with them; give it the old ones (task.train may lie elsewhere), or start another run from an export."
         )
 
 

@@ -20,7 +20,7 @@ import ray
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
-from rlframe.config import Config, ConfigError, serves_other_weights
+from rlframe.config import Config, ConfigError, eval_size, serves_other_weights
 from rlframe.engine_checks import check_installed
 from rlframe.files import replace
 from rlframe.models import resolve_model
@@ -36,6 +36,7 @@ from trainer.tracking import Tracker
 from trainer.wandb_log import id_file
 from workers.environments import make_environment
 from workers.environments.base import Environment
+from workers.environments.prompt_file import PromptFile
 from workers.group import LearnerGroup
 from workers.pools import Pool
 from workers.process import find_modules_in
@@ -53,6 +54,8 @@ class Inputs:
     stream: PromptStream
     eval_prompts: list[Prompt]
     vocab_size: int
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What the user should know of the data."""
 
 
 def train(config: Config) -> Path:
@@ -108,7 +111,7 @@ def resume(run: str, overrides: list[str]) -> Path:
             if step_of(checkpoint) >= config.steps:
                 print(f"{run_dir} has done all its steps={config.steps}; give a larger number to go on.")
                 return run_dir
-        inputs = read_inputs(config)
+        inputs = read_inputs(config, checkpoint is not None and recovery.held_out_by_tokens(checkpoint))
         if checkpoint is not None:
             recovery.check_prompts(checkpoint, inputs.stream)
         replace(run_dir / "config.yaml", to_yaml(config))
@@ -133,8 +136,8 @@ def occupied(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def read_inputs(config: Config) -> Inputs:
-    """Find the model, the tokenizer and the prompts, or raise ConfigError."""
+def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
+    """Find the model, the tokenizer and the prompts, or raise ConfigError; see `PromptFile` for ``held_out_by_tokens``."""
     if config.cluster.address is None and not config.rollout.server_urls:
         check_installed(config.rollout.engine)
     model_path = resolve_model(config.model)
@@ -142,9 +145,16 @@ def read_inputs(config: Config) -> Inputs:
     trust = config.model.trust_remote_code
     find_modules_in(os.getcwd())
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)
-    environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=config.eval.size)
+    size = eval_size(config)
+    environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=size)
+    if isinstance(environment, PromptFile):
+        environment.held_out_by_tokens = held_out_by_tokens
     stream = PromptStream(environment.train_prompts(), environment.name, config.seed)
-    held_out = environment.eval_prompts()[: config.eval.size]
+    stream.held_out_by_tokens = held_out_by_tokens
+    held_out = environment.eval_prompts()[:size]
+    notes = list(getattr(environment, "notes", []))
+    if len(environment.eval_prompts()) > len(held_out):
+        notes.append(f"{environment.name} has {len(environment.eval_prompts())} held-out problems: the first {size} are used.")
     for problem in (*environment.train_prompts(), *held_out):
         if len(problem.tokens) >= config.rollout.max_model_len:
             raise ConfigError(
@@ -159,7 +169,7 @@ def read_inputs(config: Config) -> Inputs:
         )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
     vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
-    return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size)
+    return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size, notes)
 
 
 async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None, restarts: int = 0) -> None:
@@ -186,6 +196,8 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
     try:
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
+        for note in inputs.notes:
+            tracker.say(note)
         inputs.stream.position = 0
         controller = await start_workers(config, inputs, run_dir, tracker, pools)
         if checkpoint:

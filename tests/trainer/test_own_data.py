@@ -1,5 +1,6 @@
 """A user's own prompts and rewards through whole runs: learning data, a reward that fails, and a prompt that is too long."""
 
+import hashlib
 import json
 import math
 import os
@@ -11,7 +12,9 @@ import pytest
 from local import run
 
 from rlframe.config import ConfigError
+from trainer import recovery
 from trainer.compose import compose
+from trainer.dry_run import report
 from trainer.run import read_inputs
 
 UNTRAINED = "model.build.warmup_steps=0"
@@ -116,6 +119,72 @@ def test_a_reward_that_fails_ends_the_run_with_one_line(user_folder):
     assert last.startswith("rlframe: task.reward=own_reward:fails_in_training failed on line ") and "of prompts.jsonl" in last
     assert "returned nan" in last and "Traceback" not in ended.stdout + ended.stderr
     assert "step 0/2" in ended.stdout, "the held-out prompts were rewarded"
+
+
+def former(problems):
+    """What checkpoints held before they compared rows."""
+    digest = hashlib.sha256()
+    for p in problems:
+        digest.update(f"{p.id}:{len(p.tokens)}:".encode() + p.tokens.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def test_a_checkpoint_from_before_rows_were_compared_resumes_with_the_problems_that_it_had(user_folder):
+    """It held out the prompts whose tokens have the smallest digests."""
+    job = compose([*task(), "eval.size=8"])
+    (user_folder / "all.jsonl").write_text('{"prompt": "x", "answer": "y"}\n')
+    everything = read_inputs(compose([*task(), "task.eval=all.jsonl"])).stream.problems
+    order = sorted(everything, key=lambda p: hashlib.blake2b(p.tokens.tobytes(), digest_size=16).digest())
+    held_out = [p.id for p in order[:8]]
+    trained = [p for p in everything if p.id not in held_out]
+    folder = user_folder / "step_000003"
+    folder.mkdir()
+    (folder / "trainer.json").write_text(json.dumps({"prompts": former(trained)}))
+    assert recovery.held_out_by_tokens(folder)
+    inputs = read_inputs(job, held_out_by_tokens=True)
+    recovery.check_prompts(folder, inputs.stream)
+    assert [p.id for p in inputs.eval_prompts] == held_out and [p.id for p in inputs.stream.problems] == [p.id for p in trained]
+    (folder / "trainer.json").write_text(json.dumps({"prompts": inputs.stream.fingerprint}))
+    assert recovery.held_out_by_tokens(folder), "the checkpoints that it writes now"
+    recovery.check_prompts(folder, inputs.stream)
+    (folder / "trainer.json").write_text(json.dumps({"prompts": former(everything)}))
+    with pytest.raises(ConfigError, match=r"have other names or tokens .*step_000003.*start another run from an export"):
+        recovery.check_prompts(folder, inputs.stream)
+
+
+def test_a_file_may_move_but_not_change(user_folder):
+    folder = user_folder / "step_000003"
+    folder.mkdir()
+    (folder / "trainer.json").write_text(
+        json.dumps({"prompts": read_inputs(compose([*task(), "eval.size=8"])).stream.fingerprint})
+    )
+    assert not recovery.held_out_by_tokens(folder)
+    lines = (user_folder / "prompts.jsonl").read_text().splitlines(keepends=True)
+    moved = [*task(), "eval.size=8", "task.train=moved.jsonl"]
+    for text, sentence in (
+        ("".join(lines), None),
+        ("\n".join(lines), None),
+        ("".join(lines[::-1]), "are the same in another order"),
+        ("".join(lines[:-1]), "are 21 and were 22"),
+    ):
+        (user_folder / "moved.jsonl").write_text(text)
+        stream = read_inputs(compose(moved)).stream
+        if sentence is None:
+            recovery.check_prompts(folder, stream)
+        else:
+            with pytest.raises(ConfigError, match=f"The training prompts {sentence}.* step_000003 was written with"):
+                recovery.check_prompts(folder, stream)
+
+
+def test_a_dry_run_says_what_is_held_out(user_folder):
+    (user_folder / "held_out.jsonl").write_text("".join(f'{{"prompt": "{a}", "answer": ""}}\n' for a in range(300)))
+    small = ["rollout=torch", *task()]
+    assert "8 held-out problems, 22 to train on\nEvaluations use 8 of the 30 rows of task.train=" in report(
+        compose([*small, "eval.size=8"])
+    )
+    assert "300 held-out problems, 30 to train on\n\n" in report(compose([*small, "task.eval=held_out.jsonl"]))
+    said = report(compose([*small, "task.eval=held_out.jsonl", "eval.size=256"]))
+    assert "Evaluations use 256 of the 300 rows of task.eval=held_out.jsonl (eval.size=256): a random sample" in said
 
 
 def test_a_prompt_longer_than_the_context_is_refused(user_folder):

@@ -17,9 +17,9 @@ from typing import Any
 
 from rlframe.config import ConfigError, TaskConfig
 from workers import rewards
-from workers.environments.base import Problem
+from workers.environments.base import Problem, digest
 from workers.environments.options import read_options
-from workers.environments.prompt_file import PromptFile, split
+from workers.environments.prompt_file import PromptFile, Question
 from workers.environments.rendering import render
 
 SCRIPT = Path(rewards.__file__).with_name("reasoning_problems.py")
@@ -56,20 +56,21 @@ class ReasoningGym(PromptFile):
 
     @cached_property
     def _problems(self) -> tuple[list[Problem], list[Problem]]:
+        assert self.eval_size is not None  # there is no file of held-out problems
         name = self.options.dataset
         config = {"seed": SEED, **self.options.config, "size": self.options.problems + self.eval_size}
         questions = ask(name, config)
         places = [f"problem {i} of {name}" for i in range(len(questions))]
         texts = [f"{question}\n{self.options.instruction}".strip() for question in questions]
         rows = [{"dataset": name, "config": config, "index": i, "question": question} for i, question in enumerate(questions)]
-        return split(
+        tokens = render(self.tokenizer, texts, places, self.task.chat_template, self.task.template_args)
+        return self._split(
             [
-                Problem(f"{name}:{row['index']}", tokens, {"row": row, "place": place})
-                for row, place, tokens in zip(
-                    rows, places, render(self.tokenizer, texts, places, self.task.chat_template), strict=True
+                Question(
+                    Problem(f"{name}:{row['index']}", ids, {"row": row, "place": place}, digest(row)), digest(row["question"])
                 )
+                for row, place, ids in zip(rows, places, tokens, strict=True)
             ],
-            self.eval_size,
             f"the data set {name}",
         )
 

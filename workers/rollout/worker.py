@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import Config, ConfigError, eval_size
 from rlframe.types import Batch, Prompt, Trajectory
 from workers.environments import make_environment
 from workers.environments.base import Environment, FatalRewardError
@@ -142,7 +142,7 @@ class RolloutWorker:
             model_path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
         )
         self.config = config
-        self.environment: Environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=config.eval.size)
+        self.environment: Environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=eval_size(config))
         self.engine: Engine = make_engine(config, model_path, index)
         self._places = asyncio.Semaphore(config.rollout.max_concurrency)
         self._tasks: set[asyncio.Task] = set()
