@@ -28,7 +28,7 @@ from rlframe.types import Prompt
 from trainer import attempts, drift, recovery
 from trainer.checkpoints import Checkpoints, step_of
 from trainer.cluster import reserve_pools, start_ray
-from trainer.compose import load_yaml, to_yaml
+from trainer.compose import load_yaml, resumed, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
 from trainer.placement import plan
@@ -92,9 +92,7 @@ def resume(run: str, overrides: list[str]) -> Path:
     run_dir = Path(run).absolute()
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml.")
-    config = load_yaml(run_dir / "config.yaml", overrides)
-    config.run_dir = run
-    check(config)
+    config = resumed(run, overrides)
     with occupied(run_dir):
         checkpoints = Checkpoints(run_dir, config.checkpoint)
         checkpoint, skipped = checkpoints.newest()
