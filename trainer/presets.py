@@ -1,11 +1,9 @@
-"""The algorithm presets as a list for people. Reads the YAML files only, so that it is instant."""
+"""The algorithm presets as a list for people. Reads the lines of their files only, so that it is instant and needs no package."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -16,9 +14,20 @@ def configs_dir() -> Path:
     return installed if installed.is_dir() else _PACKAGE / "configs"
 
 
-def presets() -> dict[str, dict[str, Any]]:
-    """name -> what the preset sets, in alphabetical order."""
-    return {path.stem: yaml.safe_load(path.read_text()) for path in sorted((configs_dir() / "algorithm").glob("*.yaml"))}
+def presets() -> dict[str, dict[str, str]]:
+    """name -> what the preset sets, as it is written there, in alphabetical order."""
+    return {path.stem: _settings(path) for path in sorted((configs_dir() / "algorithm").glob("*.yaml"))}
+
+
+def _settings(path: Path) -> dict[str, str]:
+    """The lines ``name: value``; a preset is flat."""
+    pairs = (line.split(":", 1) for line in path.read_text("utf-8").splitlines() if re.match(r"\w+:", line))
+    return {name: _unquoted(value.strip()) for name, value in pairs}
+
+
+def _unquoted(value: str) -> str:
+    quoted = re.fullmatch(r"(['\"])(.*)\1(\s+#.*)?", value)
+    return quoted[2] if quoted else re.sub(r"\s+#.*", "", value)
 
 
 def as_text() -> str:
@@ -41,10 +50,7 @@ def as_markdown() -> str:
         "|---|---|---|",
     ]
     for name, settings in presets().items():
-        rest = ", ".join(f"`{key}={_value(value)}`" for key, value in settings.items() if key != "description")
+        rest = ", ".join(f"`{key}={value}`" for key, value in settings.items() if key != "description")
         rows.append(f"| `{name}` | {settings['description']} | {rest} |")
     return "\n".join(rows)
 
-
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -38,7 +38,7 @@ from workers.environments import make_environment
 from workers.environments.base import Environment
 from workers.group import LearnerGroup
 from workers.pools import Pool
-from workers.process import find_modules_in
+from workers.process import find_modules_in, refuse_shadowing
 from workers.rollout.group import RolloutGroup
 from workers.session_specs import check_sessions
 
@@ -133,6 +133,7 @@ def occupied(run_dir: Path) -> Iterator[None]:
 
 def read_inputs(config: Config) -> Inputs:
     """Find the model, the tokenizer and the prompts, or raise ConfigError."""
+    refuse_shadowing(os.getcwd())
     if config.cluster.address is None and not config.rollout.server_urls:
         check_installed(config.rollout.engine)
     model_path = resolve_model(config.model)
