@@ -284,7 +284,7 @@ def wanted_type(key: str) -> str | None:
         return f"a section; set its parts, such as {key}.{example(key)}"
     inner = [arg for arg in typing.get_args(here) if arg is not type(None)]
     if typing.get_origin(here) is list:
-        return f"a list, [{', '.join(_WANTED[arg] for arg in inner)}, ...]"
+        return f"a list, [{', '.join(_WANTED.get(arg, 'a value') for arg in inner)}, ...]"
     if typing.get_origin(here) is dict:
         return "a dictionary, {name: value}"
     if type(None) in typing.get_args(here):
