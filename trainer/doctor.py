@@ -213,9 +213,13 @@ def variables(environment: Mapping[str, str] = os.environ) -> Finding:
     address = environment.get("RAY_ADDRESS")
     if address and "://" in address:
         return Finding(
-            "environment", redact_text(f"RAY_ADDRESS={address} is a dashboard"), "unset RAY_ADDRESS, or use RAY_API_SERVER_ADDRESS for it"
+            "environment",
+            redact_text(f"RAY_ADDRESS={address} is a dashboard"),
+            "unset RAY_ADDRESS, or use RAY_API_SERVER_ADDRESS for it",
         )
-    return Finding("environment", redact_text(f"RAY_ADDRESS={address}: runs join that cluster") if address else "RAY_ADDRESS is not set")
+    return Finding(
+        "environment", redact_text(f"RAY_ADDRESS={address}: runs join that cluster") if address else "RAY_ADDRESS is not set"
+    )
 
 
 def check_all(start: bool, cluster: str | None = None) -> Iterator[Finding]:

@@ -117,8 +117,9 @@ def parse(text: str, groups: Mapping[str, Sequence[str]]) -> Given:
     if hint in (str, typing.Optional[str]):
         optional = hint is not str
         return Given(key, None if optional and raw == "null" else _text(key, raw, " (or null)" if optional else ""))
-    if typing.get_origin(hint) is list and typing.get_args(hint) == (str,) and re.fullmatch(r"\s*\[.*\]\s*", raw, re.DOTALL):
-        return Given(key, _texts(raw.strip()[1:-1]))
+    of = typing.get_args(hint) if typing.get_origin(hint) is list else ()
+    if of in ((str,), (Any,)) and re.fullmatch(r"\s*\[.*\]\s*", raw, re.DOTALL):
+        return Given(key, _items(raw.strip()[1:-1], numbers=of == (Any,)))
     if hint is Any:
         return _anything(key, raw, free)
     override = _hydra(f"{key}={raw}", key)
@@ -178,10 +179,11 @@ def _unquoted(raw: str) -> str:
     return raw
 
 
-def _texts(inside: str) -> list[str]:
-    """The texts of ``[a, 'b, c']``."""
-    items = re.findall(r"\s*('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[^,]*)\s*(?:,|$)", inside)
-    return [_unquoted(item.strip()) for item in items if item.strip()]
+def _items(inside: str, numbers: bool) -> list[Any]:
+    """The texts of ``[a, 'b, c']``; with ``numbers``, a whole number without quotes is one."""
+    found = re.findall(r"\s*('(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[^,]*)\s*(?:,|$)", inside)
+    items = [item.strip() for item in found if item.strip()]
+    return [int(item) if numbers and re.fullmatch(r"-?[0-9]+", item) else _unquoted(item) for item in items]
 
 
 def _hydra(text: str, key: str = "") -> Override:

@@ -1,4 +1,4 @@
-"""The algorithm presets as a list for people. Reads the lines of their files only, so that it is instant and needs no package."""
+"""The algorithm presets as a list for people. Reads the lines of their files only: instant, and without a package."""
 
 from __future__ import annotations
 
@@ -53,4 +53,3 @@ def as_markdown() -> str:
         rest = ", ".join(f"`{key}={value}`" for key, value in settings.items() if key != "description")
         rows.append(f"| `{name}` | {settings['description']} | {rest} |")
     return "\n".join(rows)
-

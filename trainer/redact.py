@@ -10,37 +10,46 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 HIDDEN = "***"
-_ALWAYS = set("secret secrets password passwords passwd pwd passphrase credential credentials authorization bearer".split())
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_ALWAYS = _set("""secret secrets password passwords passwd pwd passphrase credential credentials authorization bearer""")
 """Words that make a secret wherever they stand in a name."""
 _JOINED = re.compile(r"(password|passwd|passphrase|secret|credentials?|(api|secret|access|private|auth|ssh)keys?)$")
 _JOINED_TOKEN = re.compile(r"(hf|api|auth|access|refresh|bearer|session|user|id)tokens?$")
-_AUTH = set("auth oauth".split())
-_OF_KEYS = _AUTH | set("api access private secret ssh signing encryption master session license".split())
+_AUTH = _set("""auth oauth""")
+_OF_KEYS = _AUTH | _set("""api access private secret ssh signing encryption master session license""")
 """Words before ``keys``, ``tokens`` or ``key id`` that make secrets of them."""
-_PLAIN_KEY = set(
-    "prompt answer response row column label field dict json yaml map sort group index primary foreign partition cache hash lookup "
-    "public image images text message messages reward score target input output metric data dataset batch state id by".split()
+_PLAIN_KEY = _set(
+    """prompt answer response row column label field dict json yaml map sort group index primary foreign partition cache hash
+    lookup tool tools public image images text message messages reward score target input output metric data dataset batch
+    state id by"""
 )
 """Words before ``key`` that make it a name of data."""
-_PLAIN_TOKEN = set(
-    "bos eos pad unk stop sep cls mask image video audio start end begin think per max min num n first last next prev new boundary "
-    "special added turn prompt response vocab".split()
+_PLAIN_TOKEN = _set(
+    """bos eos pad unk stop sep cls mask image video audio start end begin think per max min num n first last next prev new
+    boundary special added turn prompt response vocab"""
 )
 """Words before ``token`` that make it a piece of text."""
-_ABOUT = set(
-    "file files path paths dir folder name names length len size count limit type mode timeout s ms ttl expiry required enabled "
-    "policy algorithm version".split()
+_ABOUT = _set(
+    """file files path paths dir folder name names length len size count limit type mode timeout s ms ttl expiry required
+    enabled policy algorithm version"""
 )
 """Last words of names that speak about a secret and do not hold it."""
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[^\W\d_]+")
 _VALUE = re.compile(
     r"\b(?=[\w-]*\d)(sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|gh[oprsu]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{16,}"
     r"|wandb_v\d_\w{16,}|tml-[\w-]{16,}|AKIA[A-Z0-9]{12,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
-    r"|\b(?i:bearer|basic)\s+(?=\S*[\d=])[\w.~+/-]{8,}=*|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)",
+    r"|\b(?i:bearer|basic)\s+(?=\S*[\d=])[\w.~+/-]{8,}=*"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)",
     re.DOTALL,
 )
 """Well-known forms of keys."""
-_LOGIN = re.compile(r"(\w[\w+.-]*://)[^/\s]*@")
+_LOGIN = re.compile(r"(\w[\w+.-]*://)[^/\s]*@|(\w[\w+.-]*:/)[^/\s:@]+:[^/\s]*@")
+"""Also with one slash, which is what `pathlib` leaves."""
 _PAIR = re.compile(r"""(?<![\w.-])(-{0,2}[\w.-]+)(["']?\s*[=:]\s*)("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^\s,{}\[\]&;"']+)""")
 
 
@@ -63,7 +72,7 @@ def without_secrets(tree: Any) -> Any:
 
 def redact_text(text: str) -> str:
     """The same for text: logins of addresses, well-known forms of keys, and of ``name=value`` and ``name: value`` the value."""
-    text = _LOGIN.sub(rf"\1{HIDDEN}@", _VALUE.sub(HIDDEN, text))
+    text = _LOGIN.sub(rf"\1\2{HIDDEN}@", _VALUE.sub(HIDDEN, text))
     return _PAIR.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if _is_secret_pair(found) else found[0], text)
 
 
@@ -97,7 +106,11 @@ def _holds(name: str, value: Any) -> bool:
 
 def _is_secret_pair(found: re.Match[str]) -> bool:
     name, value = found[1].lstrip("-"), found[3].strip("\"'")
-    if not value or value.lower() in ("null", "none", "true", "false") or (_words(name) in (["token"], ["key"]) and value.isdigit()):
+    if (
+        not value
+        or value.lower() in ("null", "none", "true", "false")
+        or (_words(name) in (["token"], ["key"]) and value.isdigit())
+    ):
         return False
     return is_secret(name)
 
@@ -122,4 +135,6 @@ def _is_secret(words: list[str]) -> bool:
         return not before or before[-1] not in _PLAIN_KEY
     if last == "token":
         return not before or before[-1] not in _PLAIN_TOKEN
-    return bool(_JOINED_TOKEN.search(last)) or (bool(_AUTH.intersection(before)) and last in ("header", "headers", "code", "cookie"))
+    return bool(_JOINED_TOKEN.search(last)) or (
+        bool(_AUTH.intersection(before)) and last in ("header", "headers", "code", "cookie")
+    )

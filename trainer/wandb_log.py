@@ -109,16 +109,16 @@ def _begin(config: Config, run_dir: Path, run_id: str, mode: str, say: Callable[
 
     # What wandb records of the machine includes the command line, which must not hold secrets.
     plain = all(redact_text(text) == text for text in sys.argv)
-    options: dict[str, Any] = dict(
-        project=config.log.project,
-        entity=config.log.entity,
-        name=redact_text(config.name),
-        id=run_id,
-        resume="allow",
-        dir=str(run_dir),
-        config=without_secrets(asdict(config)),
-        allow_val_change=True,
-        settings=wandb.Settings(
+    options: dict[str, Any] = {
+        "project": config.log.project,
+        "entity": config.log.entity,
+        "name": redact_text(config.name),
+        "id": run_id,
+        "resume": "allow",
+        "dir": str(run_dir),
+        "config": without_secrets(asdict(config)),
+        "allow_val_change": True,
+        "settings": wandb.Settings(
             silent=True,
             console="off",
             disable_code=True,
@@ -126,7 +126,7 @@ def _begin(config: Config, run_dir: Path, run_id: str, mode: str, say: Callable[
             init_timeout=CONNECT_S,
             finish_timeout=FINISH_S,
         ),
-    )
+    }
     if mode == "online":
         try:
             return wandb.init(mode="online", **options)
