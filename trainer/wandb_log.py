@@ -132,6 +132,7 @@ def _begin(config: Config, run_dir: Path, run_id: str, mode: str, say: Callable[
             return wandb.init(mode="online", **options)
         except wandb.Error as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            wandb.teardown()  # its process still holds the id
             say(f"wandb cannot be reached ({reason}); the run is kept offline, for `wandb sync` later.")
     return wandb.init(mode="offline", **options)
 
