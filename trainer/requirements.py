@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 
-MODULES = {"PyYAML": "yaml", "hydra-core": "hydra", "protobuf": "google"}
+MODULES = {"pyyaml": "yaml", "hydra-core": "hydra", "protobuf": "google"}
 """Distributions whose module has another name."""
 
 
@@ -53,12 +53,17 @@ def is_installed(name: str, installed: Callable[[str], str] = version) -> bool:
     return True
 
 
+def module_of(name: str) -> str:
+    """The module that a distribution is imported as."""
+    return MODULES.get(name.lower(), name.replace("-", "_"))
+
+
 def distribution_of(module: str) -> tuple[str, str] | None:
     """The declared distribution that would bring ``module``, and its extra; None where it is there, or another's."""
     top = module.partition(".")[0]
     try:
         for one in declared():
-            if MODULES.get(one.name, one.name.replace("-", "_")) == top and one.extra and not is_installed(one.name):
+            if module_of(one.name) == top and one.extra and not is_installed(one.name):
                 return one.name, one.extra
     except PackageNotFoundError:
         pass

@@ -15,8 +15,9 @@ from trainer.failures import CheckpointError
 from trainer.step_names import is_step_name
 
 STRANGE = [
-    "step_000007_backup", "step_7", "step_000007.old", "step_000007 (copy)", "step_", "step_0000007", "step_-00007", "step_00007a",
-    "step_٠٠٠٠٠٧", "step_000007.tar", "Step_000007", "step_000007\n", "step_+00007", "step_000_007", "step_000007.bak.tmp",
+    "step_000007_backup", "step_7", "step_000007.old", "step_000007 (copy)", "step_", "step_0000007", "step_-00007",
+    "step_00007a", "step_00000\N{ARABIC-INDIC DIGIT SEVEN}", "step_000007.tar", "Step_000007", "step_000007\n",
+    "step_+00007", "step_000_007", "step_000007.bak.tmp",
 ]  # fmt: skip
 
 

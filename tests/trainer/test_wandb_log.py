@@ -209,10 +209,17 @@ def test_without_a_server_a_run_with_a_key_is_kept_offline(tmp_path, variables, 
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": "http://127.0.0.1:9", **variables}
     done = subprocess.run(
-        [sys.executable, "-c", UNREACHABLE, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", UNREACHABLE, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith(("step ", "wandb: [wandb.login()]"))]
+    said = [
+        line for line in (done.stdout + done.stderr).splitlines() if not line.startswith(("step ", "wandb: [wandb.login()]"))
+    ]
     assert len(said) == sentence and all(line.startswith("wandb cannot be reached (") for line in said), said
     files = wandb_files(tmp_path) if variables.get("WANDB_MODE") != "disabled" else []
     assert [file.steps for file in files] == ([[0, 1]] if variables.get("WANDB_MODE") != "disabled" else [])
