@@ -116,6 +116,8 @@ def _names(config: Config) -> None:
     _one_of("cluster.device", config.cluster.device, ("auto", "cpu", "cuda"))
     _one_of("task.on_reward_failure", config.task.on_reward_failure, ("raise", "drop", "zero"))
     _one_of("log.wandb", config.log.wandb, ("auto", "online", "offline", "disabled"))
+    for key in ("name", "run_dir"):
+        _refuse(not getattr(config, key).strip(), f"{key} is empty; give it a value.")
     for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
         _one_of(key, dtype, DTYPES)
 

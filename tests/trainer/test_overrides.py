@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rlframe.checks import check
 from rlframe.config import Config, ConfigError
 from trainer.compose import compose, load_yaml, options, resumed, to_yaml
 from trainer.overrides import ALIASES, parse, unknown
@@ -93,6 +94,9 @@ def test_what_cannot_be_a_value_is_refused_with_what_is_wanted(override, sentenc
 def test_a_configuration_made_in_python_has_its_own_run_directory():
     assert Config().run_dir == "runs/run" and Config(name="mine").run_dir == "runs/mine"
     assert Config(name="mine", run_dir="/x").run_dir == "/x"
+    for empty in (Config(run_dir=""), Config(name=" ")):
+        with pytest.raises(ConfigError, match=r"^(run_dir|name) is empty; give it a value\.$"):
+            check(empty)
 
 
 def text_settings(of=Config, prefix=""):
