@@ -161,12 +161,17 @@ def _to_config(composed: Any) -> Config:
 class _Dumper(yaml.SafeDumper):
     """Quotes a text that a reader of YAML, ours or another one, would take for a number, a date or a truth value."""
 
+    def represent_str(self, text: str) -> yaml.Node:
+        """In double quotes where a character is not printable: of the other styles, a reader folds unusual line ends."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
 
 class _Loader(yaml.SafeLoader):
     """Dates are text, and ``1e-5`` is a number, as in YAML 1.2."""
 
 
 _EXPONENT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_Dumper.add_representer(str, _Dumper.represent_str)
 _Dumper.add_implicit_resolver(*_EXPONENT)
 _Loader.add_implicit_resolver(*_EXPONENT)
 _Loader.yaml_implicit_resolvers = {

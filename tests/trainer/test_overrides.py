@@ -117,6 +117,7 @@ def put(config, key, value):
 @settings(max_examples=25, deadline=None)
 @given(texts=st.dictionaries(st.sampled_from(sorted(text_settings())), TEXT | st.sampled_from(LOOKS), min_size=1), free=TEXT)
 @example(texts=dict.fromkeys(text_settings(), "1e5"), free="1e5")
+@example(texts=dict.fromkeys(text_settings(), "a\x85b\u2028c\r\n d"), free="\x85 \u2029\ufeff")
 @example(texts=dict.fromkeys(text_settings(), "${name}"), free="${name}")
 def test_what_is_written_to_a_run_directory_is_read_back_to_the_letter(tmp_path_factory, texts, free):
     config = Config()
