@@ -126,6 +126,8 @@ def _names(config: Config) -> None:
     _one_of("log.wandb", config.log.wandb, ("auto", "online", "offline", "disabled"))
     _one_of("model.dtype", config.model.dtype, MODEL_DTYPES)
     _one_of("rollout.dtype", config.rollout.dtype, ENGINE_DTYPES)
+    for key in ("name", "run_dir"):
+        _refuse(not getattr(config, key).strip(), f"{key} is empty; give it a value.")
 
 
 def _at_least(config: Config, low: float, keys: str) -> None:

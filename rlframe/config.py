@@ -379,7 +379,7 @@ class Config:
     name: str = "run"
     """Name of the run."""
     run_dir: str = "runs/${name}"
-    """Run directory."""
+    """Run directory; ``${name}`` stands for the name."""
     seed: int = 0
     """Seed of data order, adapters and, where the engine allows it, sampling."""
     steps: int = 100
@@ -402,6 +402,10 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        """``runs/${name}`` follows the name without Hydra, too."""
+        self.run_dir = self.run_dir.replace("${name}", self.name)
 
 
 def critic_names(config: Config, environments: int = 1) -> tuple[str, ...]:

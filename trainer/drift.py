@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from rlframe.config import Config, ConfigError
+from trainer.redact import without_secrets
 
 _BASE = "the adapters in the checkpoint belong to the base model that the run began with"
 _SESSIONS = "the sessions in the checkpoint have other parameters"
@@ -67,10 +68,10 @@ def changes(saved: Config, wanted: Config) -> list[str]:
 
 
 def _flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted key; a free-form dictionary is one value."""
+    """Settings by dotted key, as ``config.yaml`` has them: without secrets; a free-form dictionary is one value."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         key = prefix + field.name
-        flat |= _flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
+        flat |= _flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: without_secrets(value)}
     return flat

@@ -62,7 +62,7 @@ def write_state(directory: Path, state: dict[str, Any], batches: list[Batch], co
         save_file({name: value for name, value in joined.items() if isinstance(value, np.ndarray)}, str(paths[-1]))
         rest = {name: value for name, value in joined.items() if isinstance(value, list)}
         state = state | {"buffer": rest | {"sizes": [len(batch) for batch in batches]}}
-    paths[0].write_text(config)
+    paths[0].write_text(config, "utf-8")
     paths[1].write_text(json.dumps(state))
     return paths
 

@@ -28,7 +28,7 @@ from rlframe.types import Prompt
 from trainer import attempts, drift, recovery
 from trainer.checkpoints import Checkpoints, step_of
 from trainer.cluster import reserve_pools, start_ray
-from trainer.compose import load_yaml, to_yaml
+from trainer.compose import load_yaml, resumed, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
 from trainer.placement import plan
@@ -39,7 +39,7 @@ from workers.environments.base import Environment
 from workers.environments.prompt_file import PromptFile
 from workers.group import LearnerGroup
 from workers.pools import Pool
-from workers.process import find_modules_in
+from workers.process import find_modules_in, refuse_shadowing
 from workers.rollout.group import RolloutGroup
 from workers.session_specs import check_sessions
 
@@ -95,9 +95,7 @@ def resume(run: str, overrides: list[str]) -> Path:
     run_dir = Path(run).absolute()
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml.")
-    config = load_yaml(run_dir / "config.yaml", overrides)
-    config.run_dir = run
-    check(config)
+    config = resumed(run, overrides)
     with occupied(run_dir):
         checkpoints = Checkpoints(run_dir, config.checkpoint)
         checkpoint, skipped = checkpoints.newest()
@@ -138,6 +136,7 @@ def occupied(run_dir: Path) -> Iterator[None]:
 
 def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
     """Find the model, the tokenizer and the prompts, or raise ConfigError; see `PromptFile` for ``held_out_by_tokens``."""
+    refuse_shadowing(os.getcwd())
     if config.cluster.address is None and not config.rollout.server_urls:
         check_installed(config.rollout.engine)
     model_path = resolve_model(config.model)
