@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_support import OBSERVATION, STOPS, Scripted, config_of, prompts_of
 
+from workers.faults import EpisodeFailed
 from workers.rollout.engine import SamplingParams
 from workers.rollout.episode import run_episode, sample_turn
 from workers.rollout.torch_engine import TorchEngine
@@ -87,7 +88,7 @@ def test_the_whole_context_is_never_exceeded(path):
 
 
 def test_a_prompt_that_leaves_no_room_is_an_error_with_both_numbers(path):
-    with pytest.raises(ValueError, match=r"'p0'.*4 tokens.*max_model_len=4"):
+    with pytest.raises(EpisodeFailed, match=r"'p0'.*4 tokens.*max_model_len=4"):
         run(path, prompts_of(1)[0], max_model_len=4)
 
 

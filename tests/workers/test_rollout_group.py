@@ -25,7 +25,7 @@ class Place(RolloutWorker):
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
         return (
-            Remote(found) if name in ("submit", "collect", "evaluate", "update_weights", "stats", "start", "close") else found
+            Remote(found) if name in ("submit", "collect", "evaluate", "update_weights", "stats", "start", "close", "progress") else found
         )
 
     async def _episode(self, prompt, number, sampling):
@@ -162,7 +162,7 @@ def test_weights_and_evaluations_do_not_wait_for_a_worker_that_says_nothing(path
         actors[0].engine.load_weights = lambda update: asyncio.sleep(3600)
         served = await group.update_weights(update_of(tiny_model(), 1), [0, 1])
         batch = await group.evaluate(prompts_of(4), SamplingParams(max_new_tokens=3, temperature=0.0))
-        return served, batch.prompt_ids, group.up(), str(group.workers[0].loss), await group.stats()
+        return served, batch.batch.prompt_ids, group.up(), str(group.workers[0].loss), await group.stats()
 
     served, prompts, up, loss, stats = with_group(path, use, timeout_s=2.0)
     assert served == {1: checksum_of(tiny_model())} and up == [1]
@@ -175,7 +175,7 @@ def test_an_evaluation_whose_worker_dies_is_done_by_another(path):
     async def use(group, actors):
         await actors[0].engine.close()
         batch = await group.evaluate(prompts_of(4), SamplingParams(max_new_tokens=3, temperature=0.0))
-        return batch.prompt_ids, group.up()
+        return batch.batch.prompt_ids, group.up()
 
     prompts, up = with_group(path, use)
     assert prompts == ["p0", "p2", "p1", "p3"] and up == [1]
