@@ -72,9 +72,13 @@ async def never(action, finish):
     await sleep(3600)
 
 
+SIGNS: set[str] = set()
+"""What has happened, for jobs in one process."""
+
+
 class Breaking(Arithmetic):
-    """Every ``task.options.every``-th episode from the ``first``-th prompt on fails with ``task.options.fault``, of training
-    prompts or (``held_out``) of the others.
+    """Every ``task.options.every``-th episode, from the ``first``-th prompt on and below ``until``, fails with
+    ``task.options.fault``, of training prompts or (``held_out``) of the others.
     """
 
     max_turns = 2
@@ -82,13 +86,13 @@ class Breaking(Arithmetic):
     def __init__(self, task, tokenizer, *, seed, eval_size):
         options = dict(task.options)
         self.fault, self.every, self.first = options.pop("fault", None), options.pop("every", 1), options.pop("first", 0)
-        self.held_out = options.pop("held_out", False)
+        self.until, self.held_out = options.pop("until", 10**6), options.pop("held_out", False)
         super().__init__(replace(task, options=options), tokenizer, seed=seed, eval_size=eval_size)
         self.kept_out = {problem.id for problem in self.eval_prompts()}
 
     def episode(self, prompt):
         episode = super().episode(prompt)
-        chosen = (prompt.id in self.kept_out) == self.held_out and prompt.index >= self.first
+        chosen = (prompt.id in self.kept_out) == self.held_out and self.first <= prompt.index < self.until
         if self.fault and chosen and prompt.index % self.every == 0:
             episode.step = getattr(self, f"with_{self.fault}")
         return episode
@@ -100,6 +104,13 @@ class Breaking(Arithmetic):
         raise RewardError("there was no time to count")
 
     async def with_fatal(self, action, finish):
+        raise FatalRewardError("it is time to stop")
+
+    async def with_late(self, action, finish):
+        """Fatal, while the actor is updated (``SIGNS``)."""
+        while "updating" not in SIGNS:
+            await sleep(0.01)
+        SIGNS.add("raised")
         raise FatalRewardError("it is time to stop")
 
     async def with_nan(self, action, finish):
