@@ -73,7 +73,10 @@ async def keep(run: Controller) -> tuple[bool, str]:
     """Save what was learned if it is whole, within a time limit; returns whether that worked, and a sentence about it."""
     resume = f"`rlframe resume {run.config.run_dir}`"
     if run.phase is recovery.Phase.UPDATING:
-        return False, f"This came in the middle of the update of step {run.step}; {resume} starts from the checkpoint before it."
+        return (
+            False,
+            f"This came in the middle of the update of step {run.step}; {resume} starts from the checkpoint before it.",
+        )
     limit = min(SAVE_S, run.config.cluster.watchdog_s)
     try:
         async with asyncio.timeout(limit):

@@ -53,6 +53,7 @@ from workers.rollout.engine import SamplingParams
 from workers.rollout.group import RolloutGroup
 from workers.rollout.supervision import WorkerLost
 
+
 @dataclass
 class Controller:
     """One attempt of a run: everything that the loops share."""

@@ -246,7 +246,9 @@ async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: 
         async with asyncio.timeout(limit):
             await asyncio.gather(*starts)
     except TimeoutError:
-        raise StartFailed(f"Engines and learner did not start within cluster.startup_timeout_s={limit:g}; see {logs}.") from None
+        raise StartFailed(
+            f"Engines and learner did not start within cluster.startup_timeout_s={limit:g}; see {logs}."
+        ) from None
     return make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
 
 

@@ -24,7 +24,7 @@ class _Wait:
     what: str
     because: Callable[[], str] | None
     progress: Callable[[], Any]
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
 
     def __post_init__(self) -> None:
         self.moved, self.seen = self.began, self.progress()

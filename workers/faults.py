@@ -1,4 +1,4 @@
-"""What can go wrong with a rollout, as values: a kind and one sentence. They cross process boundaries; no text is ever searched.
+"""What can go wrong with a rollout, as values that cross process boundaries: a kind and one sentence. No text is ever searched.
 
 How the controller counts each kind, and which of them end a run, is in `trainer.faults`.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from asyncio import sleep
 from contextlib import suppress
 from dataclasses import replace
@@ -130,3 +131,13 @@ class BreaksAtStart(Arithmetic):
         super().__init__(task, tokenizer, seed=seed, eval_size=eval_size)
         if ray.is_initialized():
             raise MemoryError("the accelerator is full,\nas it was yesterday")
+
+
+class HangsAtStart(Arithmetic):
+    """Works in the driver, and in a rollout worker never comes to an end; ``task.options.mark``: a file that is made then."""
+
+    def __init__(self, task, tokenizer, *, seed, eval_size):
+        super().__init__(replace(task, options={}), tokenizer, seed=seed, eval_size=eval_size)
+        if ray.is_initialized():
+            Path(task.options["mark"]).touch()
+            time.sleep(3600)

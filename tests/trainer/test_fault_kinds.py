@@ -1,4 +1,4 @@
-"""Each kind of fault in a whole run: what is counted, what is tried again, what ends the run, and that a resume continues it."""
+"""Each kind of fault in a whole run: what is counted, what is tried again, what ends the run; a resume then continues it."""
 
 import asyncio
 import re
@@ -122,7 +122,9 @@ def test_prompts_that_take_every_worker_down_are_dropped_as_what_took_it(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "sentence"), [("fatal", "it is time to stop"), ("nan", "The environment gave the reward nan")])
+@pytest.mark.parametrize(
+    ("kind", "sentence"), [("fatal", "it is time to stop"), ("nan", "The environment gave the reward nan")]
+)
 def test_a_fatal_reward_ends_the_run_between_two_steps_and_nothing_is_lost(tmp_path, kind, sentence):
     with pytest.raises(RunFailed, match=rf"^{sentence}.* continues after step 1\.$"):
         run(tmp_path / "cut", *broken(kind, "task.options.first=8"), conclusion=True)
@@ -158,7 +160,9 @@ def test_held_out_episodes_that_fail_are_left_out_up_to_a_share(tmp_path):
     rows = run(tmp_path / "some", *broken("environment", *eight), "eval.max_failed=0.25")
     assert [row["eval/fault_support:Breaking/failed"] for row in (rows[0], rows[-1])] == [0.25, 0.25]
     assert faults_of(rows[-1]) == {}, "these are of training rollouts"
-    sentence = r"^2 of 8 held-out episodes failed, more than eval\.max_failed=0\.2 of them, the first \(environment, prompt '.*'\)"
+    sentence = (
+        r"^2 of 8 held-out episodes failed, more than eval\.max_failed=0\.2 of them, the first \(environment, prompt '.*'\)"
+    )
     with pytest.raises(RunFailed, match=sentence + r" because: TimeoutError: the tool ran out of time\.$"):
         run(tmp_path / "many", *broken("environment", *eight), "eval.max_failed=0.2", conclusion=True)
     assert not any((tmp_path / "many" / "checkpoints").iterdir()), "nothing had been made"

@@ -103,7 +103,12 @@ def test_an_engine_that_hangs_is_told_from_an_episode_that_is_slow(path):
         return collected
 
     collected = with_worker(path, use, timeout_s=1.0)
-    assert collected.engine_fault.kind is Kind.ENGINE and "closed" in collected.engine_fault.reason and not collected.failures and not collected.slots
+    assert (
+        collected.engine_fault.kind is Kind.ENGINE
+        and "closed" in collected.engine_fault.reason
+        and not collected.failures
+        and not collected.slots
+    )
 
 
 def test_an_empty_wait_returns_nothing_in_time(path):

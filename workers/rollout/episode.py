@@ -113,7 +113,9 @@ def _reward(result: StepResult, policy: str) -> float:
     if policy == "zero":
         return 0.0
     kind = FatalRewardError if policy == "raise" else RewardError
-    raise kind(f"The environment gave the reward {result.reward}, which is no finite float32 (task.on_reward_failure={policy}).")
+    raise kind(
+        f"The environment gave the reward {result.reward}, which is no finite float32 (task.on_reward_failure={policy})."
+    )
 
 
 def _of_turn(params: SamplingParams, environment: Environment, turn: int, room: int) -> SamplingParams:
