@@ -35,7 +35,7 @@ from rlframe.advantages import RunningMean, compute_advantages
 from rlframe.config import Config, serves_other_weights
 from rlframe.types import Batch, Prompt
 from trainer import recovery, rescue
-from trainer.buffer import Buffer, Slot, State
+from trainer.buffer import Buffer, State
 from trainer.checkpoints import Checkpoints
 from trainer.data import PromptStream
 from trainer.evaluation import evaluate
@@ -46,7 +46,7 @@ from trainer.recovery import Phase
 from trainer.samples import Sample, choose
 from trainer.served import checksum_fault, probe_fault
 from trainer.tracking import Tracker
-from trainer.watchdog import Stuck, Watchdog
+from trainer.watchdog import Watchdog
 from workers.faults import Fault
 from workers.group import LearnerGroup
 from workers.rollout.engine import SamplingParams
@@ -77,10 +77,10 @@ class Controller:
         config = self.config
         prompts_per_step = config.batch_size // config.algorithm.rollouts_per_prompt
         self.buffer: Buffer[Prompt, Batch] = Buffer(prompts_per_step, config.max_staleness, config.reorder_window)
-        self.faults = Faults(self.buffer.capacity, config.algorithm.rollouts_per_prompt)
+        self.faults = Faults(self.buffer.capacity, config.algorithm.rollouts_per_prompt, self.tracker.note)
         self.running_mean = RunningMean(config.algorithm.running_mean_decay)
         self.baseline = self.running_mean.state_dict()
-        """Of the last step that is done."""
+        """State of the running mean before the batch in work."""
         self.watchdog = Watchdog(config.cluster.watchdog_s, self.tracker.run_dir / "logs" / "stuck.txt", self.tracker.say)
         self.waits = self.watchdog.waits
         self.policy = asyncio.Lock()
@@ -97,7 +97,7 @@ class Controller:
         """Train from ``self.step`` to ``config.steps``; returns early, with a checkpoint, when a stop is requested."""
         workers = range(len(self.rollouts.workers))
         async with asyncio.TaskGroup() as loops:
-            background = [loops.create_task(self.collect(i)) for i in workers] + [loops.create_task(self.watch())]
+            background = [loops.create_task(self.collect(i)) for i in workers] + [loops.create_task(self.watchdog.watch())]
             self.waits("learn", "the rollout workers to take the first weights", self.rollouts.state)
             async with self.policy:
                 await self.sync_weights(workers)
@@ -159,7 +159,6 @@ class Controller:
     def drop(self, slot: int, faults: list[Fault]) -> None:
         """A prompt gave no trajectory: free its slot and count why; when nothing succeeds any more, end the run."""
         self.buffer.drop(slot)
-        self.tracker.note(f"dropped a prompt ({faults[0].kind}): {faults[0].reason}")
         self.faults.dropped(faults)
 
     async def learn(self) -> None:
@@ -184,7 +183,7 @@ class Controller:
             return False
         self.step, self.phase, self.baseline = self.step + 1, Phase.TAKEN, self.running_mean.state_dict()
         actor_rests = self.step <= self.config.critic.warmup_steps and algorithm.advantage == "gae"
-        batch = join(slots)
+        batch = Batch.concat([slot.result for slot in slots if slot.result is not None])
         metrics = {**rollout_metrics(batch), **staleness_metrics(batch, self.version)}
 
         # 2. values
@@ -297,13 +296,6 @@ class Controller:
         """The last step that was learned."""
         return self.step - (self.phase is Phase.TAKEN)
 
-    async def watch(self) -> None:
-        """Fail with a dump when nothing moves."""
-        try:
-            await self.watchdog.watch()
-        except Stuck as stuck:
-            raise RunFailed(str(stuck)) from None
-
     def sampling(self, temperature: float | None = None) -> SamplingParams:
         """How rollouts are sampled; an evaluation (its own temperature) needs no heads."""
         rollout = self.config.rollout
@@ -330,8 +322,3 @@ class Controller:
             "data/epoch": self.stream.epoch,
             "version": float(self.version),
         }
-
-
-def join(slots: list[Slot[Prompt, Batch]]) -> Batch:
-    """The trajectories of the taken slots, in their order."""
-    return Batch.concat([slot.result for slot in slots if slot.result is not None])

@@ -5,7 +5,7 @@ What the kinds are is in `workers.faults`. The table is printed into docs/troubl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer.failures import RunFailed
@@ -75,13 +75,14 @@ class Faults:
     Args:
         capacity: prompts that the buffer holds.
         rollouts_per_prompt: rollouts of each.
+        note: takes a line for the log, one for each rollout that is given up.
     """
 
-    def __init__(self, capacity: int, rollouts_per_prompt: int) -> None:
+    def __init__(self, capacity: int, rollouts_per_prompt: int, note: Callable[[str], None]) -> None:
         self.counts = dict.fromkeys(COUNTERS, 0)
         self.in_a_row = 0
         """Rollouts that failed since one succeeded."""
-        self.rollouts_per_prompt = rollouts_per_prompt
+        self.rollouts_per_prompt, self.note = rollouts_per_prompt, note
         self.limit = max(capacity, LEAST_IN_A_ROW) * rollouts_per_prompt
 
     def count(self, faults: Sequence[Fault]) -> None:
@@ -89,6 +90,7 @@ class Faults:
         self.counts["dropped"] += len(faults)
         for fault in faults:
             self.counts[TREATMENT[fault.kind].counter] += 1
+            self.note(f"dropped a rollout: {fault.kind}: {fault.reason}")
 
     def succeeded(self, collected: Collected) -> None:
         """Prompts gave trajectories; some of them fewer than they should."""

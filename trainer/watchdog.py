@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.failures import RunFailed
 
-class Stuck(RuntimeError):
+
+class Stuck(RunFailed):
     """Nothing moved for too long; the message is one sentence that says what is waited for, and where the dump is."""
 
 
