@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from pathlib import Path
 from typing import ClassVar
 
 import fault_support
@@ -14,7 +15,7 @@ from rlframe.config import CheckpointConfig, Config
 from trainer import attempts
 from trainer.checkpoints import Checkpoints
 from trainer.failures import RunFailed, WorkerDied
-from trainer.faults import COUNTERS, TREATMENT
+from trainer.faults import COUNTERS, TREATMENT, as_markdown
 from workers.faults import Kind
 from workers.learner import LearnerRank
 from workers.rollout.worker import RolloutWorker
@@ -248,6 +249,11 @@ def test_a_save_that_hangs_too_does_not_hide_why_the_run_ended(tmp_path):
     dump = (tmp_path / "logs" / "stuck.txt").read_text()
     assert "collect_0 has waited" in dump and "Controller.train_step" in dump and "LearnerGroup.values" in dump
     assert [row["step"] for row in run(tmp_path, *BREAKING, resume=True)] == [0, 1, 2], "from the start"
+
+
+def test_the_documentation_has_the_table_of_the_code():
+    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    assert set(TREATMENT) == set(Kind) and as_markdown() in page.read_text()
 
 
 def test_attempts_that_die_are_counted_from_the_last_new_checkpoint(tmp_path, capsys):
