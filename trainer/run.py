@@ -64,6 +64,7 @@ def train(config: Config) -> Path:
         RunFailed: the run cannot go on.
     """
     check(config)
+    attempts.interruptible()
     run_dir = Path(config.run_dir).absolute()
     if (run_dir / "config.yaml").exists():
         raise ConfigError(
@@ -96,6 +97,7 @@ def resume(run: str, overrides: list[str]) -> Path:
     config = load_yaml(run_dir / "config.yaml", overrides)
     config.run_dir = run
     check(config)
+    attempts.interruptible()
     with occupied(run_dir):
         checkpoints = Checkpoints(run_dir, config.checkpoint)
         checkpoint, skipped = checkpoints.newest()
@@ -188,6 +190,8 @@ def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | No
         tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         asyncio.run(work(config, inputs, run_dir, checkpoint, restarts, tracker, pools))
+    except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
+        raise KeyboardInterrupt from None
     finally:
         attempts.interruptible()
         if tracker is not None:
