@@ -170,6 +170,13 @@ def _ranges(config: Config) -> None:
         ("cluster.watchdog_s", config.cluster.watchdog_s),
     ):
         _refuse(not seconds > 0, f"{key}={seconds} is out of range; it must be above 0.")
+    share, limit, watchdog = config.eval.max_failed, config.rollout.timeout_s, config.cluster.watchdog_s
+    _refuse(not 0 <= share <= 1, f"eval.max_failed={share} is out of range; it must be a share, from 0 to 1.")
+    _refuse(
+        limit >= watchdog,
+        f"rollout.timeout_s={limit:g} lets one episode take as long as cluster.watchdog_s={watchdog:g} lets a run stand still; "
+        "raise cluster.watchdog_s above it.",
+    )
     every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
     _refuse(
         keep_every > 0 and every > 0 and keep_every % every != 0,

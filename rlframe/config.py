@@ -285,8 +285,8 @@ class ClusterConfig:
     startup_timeout_s: float = 600.0
     """Longest time the engines and ranks may take to start."""
     watchdog_s: float = 900.0
-    """Longest time that a step may wait for one thing; at half of it a sentence says what waits for what, at all of it the run
-    ends with a dump."""
+    """Longest time without progress: no rollout ends and no part of a step does. At half of it a sentence says what waits for
+    what, at all of it the run ends with a dump."""
 
 
 PROMPT_FILES = ("jsonl", "parquet")
@@ -305,6 +305,8 @@ class EvalConfig:
     """Held-out problems; null: all of ``task.eval``, or 256 without one."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
+    max_failed: float = 0.1
+    """Largest share of the held-out episodes that may fail; they are left out of the mean. More of them end the run."""
 
 
 @dataclass
@@ -320,7 +322,8 @@ class CheckpointConfig:
     keep_best: int = 1
     """Checkpoints with the highest held-out reward that are kept; only those of steps with an evaluation have one."""
     max_failures: int = 3
-    """Times that a run starts again by itself from its last checkpoint after a learner rank has died."""
+    """Times that a run starts again by itself from its last checkpoint after a process that it needs has died, counted anew
+    from each new checkpoint; one that cannot even start ends the run."""
 
 
 @dataclass

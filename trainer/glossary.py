@@ -32,6 +32,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "Flat while `reward/mean` rises: the policy learns its training prompts only; use more prompts or fewer epochs.",
         ),
         Metric("eval/*/response_length", "mean sampled tokens of a held-out answer"),
+        Metric(
+            "eval/*/failed",
+            "share of the held-out episodes that failed; the other numbers are means over the rest",
+            "Above 0: `logs/controller.log` says why; the run ends above `eval.max_failed`.",
+        ),
     ),
     "Rewards of the training batch": (
         Metric(
@@ -242,19 +247,37 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("perf/accepted_tokens_per_s", "sampled tokens trained on per second"),
     ),
     "Faults and progress": (
-        Metric("fault/dropped", "prompts that gave no trajectory, since the run began", "Grows: see `logs/controller.log`."),
+        Metric(
+            "fault/dropped",
+            "rollouts that gave no trajectory and were given up, since the run began; the next six are its parts, by kind",
+            "Grows: see `logs/controller.log`.",
+        ),
         Metric(
             "fault/timeouts",
-            "of these, the ones that took too long",
+            "rollouts that took too long",
             "Grows: raise `rollout.timeout_s`, or look for hanging tools.",
+        ),
+        Metric("fault/reward", "rollouts without a reward", "Grows: mend the reward function; see `task.on_reward_failure`."),
+        Metric("fault/environment", "rollouts whose environment raised an exception", "Grows: mend the environment."),
+        Metric("fault/engine", "rollouts that the engine failed on", "Grows: see `logs/rollout_*.log`."),
+        Metric("fault/worker_lost", "rollouts given up because every worker that had them was lost"),
+        Metric(
+            "fault/rejected",
+            "rollouts whose sequence has no room, or a token outside of the vocabulary",
+            "Grows: raise `rollout.max_model_len`, or look at the prompts.",
+        ),
+        Metric(
+            "fault/partial_groups",
+            "prompts of which some rollouts were given up and the others trained on, since the run began",
+            "Grows: groups are smaller than `algorithm.rollouts_per_prompt`, and so are batches.",
         ),
         Metric(
             "fault/worker_restarts",
             "times that a rollout worker was lost and started again, since the run began",
             "Grows: the console and `logs/rollout_*.log` say why; see `rollout.max_restarts`.",
         ),
-        Metric("fault/reissued", "prompts that were sent again because their rollout worker was lost"),
-        Metric("fault/learner_restarts", "attempts that ended with a learner rank, after which the run started again"),
+        Metric("fault/reissued", "rollouts that were sent again because their worker was lost"),
+        Metric("fault/learner_restarts", "attempts that ended with a process that the run needs, after which it started again"),
         Metric(
             "data/epoch",
             "passes over the training prompts so far",

@@ -1,4 +1,4 @@
-"""The controller's part of a checkpoint: what it needs to go on exactly where it was. How directories are kept whole is
+"""The controller's part of a checkpoint: what it needs to continue exactly where it was. How directories are kept whole is
 `trainer.checkpoints`; weights, moments and random states are the learner ranks' part.
 
     config.yaml           the configuration of the attempt that wrote the checkpoint
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,26 +30,39 @@ if TYPE_CHECKING:
     from trainer.controller import Controller
 
 
-def snapshot(controller: Controller) -> Callable[[Path], list[Path]]:
-    """Copy what the controller needs to go on; the function returned writes it into a directory, from any thread.
+class Phase(Enum):
+    """Where in a step the learner is, as far as a checkpoint is concerned."""
 
-    Trajectories are not copied: nothing changes them once they are finished.
+    BETWEEN = "between"
+    """All that was taken from the buffer has been learned."""
+    TAKEN = "taken"
+    """A batch was taken and nothing has been learned from it: the state is that of the step before."""
+    UPDATING = "updating"
+    """Some sessions have moved and others have not: there is nothing that could be saved."""
+
+
+def snapshot(controller: Controller) -> Callable[[Path], list[Path]]:
+    """Copy what the controller needs to continue after the last learned step; the function returned writes it, from any thread.
+
+    A batch that was taken and not learned from goes back to its place. Trajectories are not copied: nothing changes them once
+    they are finished (values and advantages of a batch are in arrays of its own).
     """
-    slots = controller.buffer.slots(State.ISSUED, State.FINISHED)
+    taken = controller.phase is Phase.TAKEN
+    slots = controller.buffer.slots(State.ISSUED, State.FINISHED, *([State.TRAINING] if taken else []))
     state = {
-        "step": controller.step,
+        "step": controller.step_done,
         "version": controller.version,
         "checksum": controller.served,
         "position": controller.stream.position,
         "returned": controller.stream.returned,
         "prompts": controller.stream.fingerprint,
-        "running_mean": controller.running_mean.state_dict(),
-        "faults": dict(controller.faults),
+        "running_mean": controller.baseline if taken else controller.running_mean.state_dict(),
+        "faults": dict(controller.faults.counts),
         "dropped": controller.buffer.dropped,
         "wandb_id": controller.tracker.wandb_id,
-        "slots": [{"index": slot.prompt.index, "finished": slot.state is State.FINISHED} for slot in slots],
+        "slots": [{"index": slot.prompt.index, "finished": slot.state is not State.ISSUED} for slot in slots],
     }
-    batches = [slot.result for slot in slots if slot.state is State.FINISHED and slot.result is not None]
+    batches = [slot.result for slot in slots if slot.state is not State.ISSUED and slot.result is not None]
     config = to_yaml(controller.config)
     return lambda directory: write_state(directory, state, batches, config)
 
@@ -78,7 +92,7 @@ def restore(controller: Controller, directory: Path) -> None:
     stream, buffer = controller.stream, controller.buffer
     stream.position, stream.returned = state["position"], []
     controller.running_mean.load_state_dict(state["running_mean"])
-    controller.faults |= state["faults"]
+    controller.faults.counts |= state["faults"]
     buffer.dropped = state["dropped"]
     batches = read_batches(directory)
     results = iter(batches)

@@ -32,7 +32,7 @@ from trainer.compose import load_yaml, resumed, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
 from trainer.placement import plan
-from trainer.tracking import Tracker
+from trainer.tracking import Tracker, has_steps
 from trainer.wandb_log import id_file
 from workers.environments import make_environment
 from workers.environments.base import Environment
@@ -41,6 +41,7 @@ from workers.group import LearnerGroup
 from workers.pools import Pool
 from workers.process import find_modules_in, refuse_shadowing
 from workers.rollout.group import RolloutGroup
+from workers.rollout.supervision import StartFailed, started
 from workers.session_specs import check_sessions
 
 
@@ -66,6 +67,7 @@ def train(config: Config) -> Path:
         RunFailed: the run cannot go on.
     """
     check(config)
+    attempts.interruptible()
     run_dir = Path(config.run_dir).absolute()
     if (run_dir / "config.yaml").exists():
         raise ConfigError(
@@ -78,7 +80,7 @@ def train(config: Config) -> Path:
             replace(run_dir / "config.yaml", to_yaml(config))
             attempts.repeat(config, checkpoints, None, partial(attempt, config, inputs, run_dir))
         except BaseException:
-            if not any(checkpoints.root.iterdir()):  # whatever is tried next in this directory is another run
+            if not (has_steps(run_dir) or any(checkpoints.root.iterdir())):  # nothing was made that a resume could continue
                 for path in (run_dir / "config.yaml", id_file(run_dir)):
                     path.unlink(missing_ok=True)
             raise
@@ -96,6 +98,7 @@ def resume(run: str, overrides: list[str]) -> Path:
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml.")
     config = resumed(run, overrides)
+    attempts.interruptible()
     with occupied(run_dir):
         checkpoints = Checkpoints(run_dir, config.checkpoint)
         checkpoint, skipped = checkpoints.newest()
@@ -171,29 +174,55 @@ def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
     return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size, notes)
 
 
-async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None, restarts: int = 0) -> None:
+def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None, restarts: int = 0) -> None:
     """Start the cluster's part, train, and take it down again, whatever happens.
+
+    What blocks comes first, outside of an event loop, where a signal ends it at once.
 
     Args:
         config: the job.
         inputs: what it reads.
         run_dir: where it writes.
-        checkpoint: where it goes on; None: at the start.
+        checkpoint: where it continues; None: at the start.
         restarts: attempts of this run that died before.
 
     Raises:
         WorkerDied: another attempt may succeed.
     """
+    attempts.interruptible()
     placement = plan(config)
     state: dict[str, Any] = recovery.read_state(checkpoint) if checkpoint else {"step": -1, "wandb_id": None}
-    start_ray(placement)
-    tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
+    tracker: Tracker | None = None
+    try:
+        start_ray(placement)
+        attempts.interruptible()
+        tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
+        pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
+        asyncio.run(work(config, inputs, run_dir, checkpoint, restarts, tracker, pools))
+    except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
+        raise KeyboardInterrupt from None
+    finally:
+        attempts.interruptible()
+        if tracker is not None:
+            tracker.close()
+        ray.shutdown()
+
+
+async def work(
+    config: Config,
+    inputs: Inputs,
+    run_dir: Path,
+    checkpoint: Path | None,
+    restarts: int,
+    tracker: Tracker,
+    pools: dict[str, Pool],
+) -> None:
+    """Start engines and ranks in ``pools``, train, and end them again; the rest is as in `attempt`."""
     controller: Controller | None = None
     task = asyncio.current_task()
     assert task is not None
     attempts.on_signal(tracker, task)
     try:
-        pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
         for note in inputs.notes:
             tracker.say(note)
@@ -203,18 +232,16 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
             await controller.learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
             tracker.say(f"resumed after step {controller.step} from {checkpoint}")
-        controller.faults["learner_restarts"] = restarts
+        controller.faults.counts["learner_restarts"] = restarts
         attempts.on_signal(tracker, task, controller)
         await controller.run()
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except Exception as error:
-        raise await attempts.explain(error, controller) from None
+        raise await attempts.conclude(error, controller) from None
     finally:
         if controller is not None:
             await attempts.close(controller)
-        tracker.close()
-        ray.shutdown()
 
 
 async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker, pools: dict[str, Pool]) -> Controller:
@@ -228,8 +255,15 @@ async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: 
         )
     learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"], (inputs.environment.name,))
     limit = config.cluster.startup_timeout_s
-    groups: set[Any] = {rollouts, evaluators, learner}
-    await asyncio.wait_for(asyncio.gather(*(group.start() for group in groups)), limit)
+    starts = [group.start() for group in {rollouts, evaluators}]
+    starts.append(started("The learner", f"{logs}/learner_*.log", learner.start()))
+    try:
+        async with asyncio.timeout(limit):
+            await asyncio.gather(*starts)
+    except TimeoutError:
+        raise StartFailed(
+            f"Engines and learner did not start within cluster.startup_timeout_s={limit:g}; see {logs}."
+        ) from None
     return make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
 
 

@@ -62,6 +62,11 @@ class Tracker:
         """Id of the wandb run, kept in checkpoints."""
         return self.wandb.id if self.wandb else None
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step is recorded, be it step 0."""
+        return has_steps(self.run_dir)
+
     def say(self, text: str) -> None:
         """A line for the console."""
         self.console.print(redact_text(text), highlight=False, soft_wrap=True, markup=False)
@@ -103,6 +108,12 @@ class Tracker:
             self.wandb.close()
         self.file.close()
         self.notes.close()
+
+
+def has_steps(run_dir: Path) -> bool:
+    """Whether a step of the run is recorded, be it step 0."""
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
 
 
 def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:
