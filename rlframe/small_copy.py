@@ -42,14 +42,15 @@ _SIZES = (
     ),
     (
         16,
-        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size moe_shared_expert_intermediate_size",
+        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size moe_shared_expert_intermediate_size "
+        "dim_model_base",
     ),
     (_HEADS, _HEAD_COUNTS),
     (
         _HEAD_DIM,
         "head_dim kv_channels attention_head_dim attention_head_size dim_head d_head swa_head_dim linear_head_dim "
         "qk_nope_head_dim v_head_dim q_lora_rank kv_lora_rank index_head_dim linear_key_head_dim linear_value_head_dim "
-        "hidden_size_per_layer_input laurel_rank state_size ssm_state_size mamba_d_state mamba_d_head mamba_head_dim "
+        "hidden_size_per_layer_input laurel_rank state_size ssm_state_size mamba_d_state mamba_d_head mamba_head_dim mamba_headdim "
         "mamba_n_heads mamba_num_heads o_lora_rank d_rel gated_norm_rank adapter_rank",
     ),
     (4, "qk_rope_head_dim rotary_dim mamba_dt_rank"),
@@ -74,7 +75,7 @@ Fields = dict[str, Any]
 
 
 def small_copies(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Copies of ``config`` to try in turn, each with what was made small: the first that can be built and run is the one to use.
+    """Copies of ``config`` to try in turn, and what was made small: the first that can be built and run is the one to use.
 
     A step that does not fit the configuration skips its copy. The original is not changed.
     """
@@ -140,9 +141,15 @@ def _shrink_sizes(fields: Fields) -> None:
         if _is_size(value) and heads:
             fields[name] = 1 if value == 1 else _HEADS if value >= heads else _HEADS // 2
     # DeepSeek's head_dim is another name of the rotated part.
+    wide = fields.get("attention_hidden_size") == 2 * (fields.get("hidden_size") or 0)  # Zamba attends to two states at once
     rotated = fields.get("head_dim") is not None and fields.get("head_dim") == fields.get("qk_rope_head_dim")
     for size, names in _SIZES:
         _put(fields, names, size)
+    if wide:
+        fields["attention_hidden_size"] = 2 * _HIDDEN
+        fields["attention_head_dim"] = 2 * _HIDDEN // _HEADS
+    if "state_size" in fields and "num_heads" in fields and "head_dim" in fields:  # Mamba 2
+        fields["num_heads"] = int(fields.get("expand", 2)) * _HIDDEN // _HEAD_DIM
     if rotated:
         fields["head_dim"] = fields["qk_rope_head_dim"]
     if fields.get("qk_head_dim"):
