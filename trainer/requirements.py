@@ -55,7 +55,7 @@ def is_installed(name: str, installed: Callable[[str], str] = version) -> bool:
 
 def module_of(name: str) -> str:
     """The module that a distribution is imported as."""
-    return MODULES.get(name.lower(), name.replace("-", "_"))
+    return MODULES.get(name.lower(), name.lower().replace("-", "_"))
 
 
 def distribution_of(module: str) -> tuple[str, str] | None:

@@ -64,8 +64,14 @@ def test_every_requirement_is_bounded():
 
 def test_a_preset_is_listed_as_yaml_reads_it():
     for name, settings in presets().items():
-        wanted = yaml.safe_load((configs_dir() / "algorithm" / f"{name}.yaml").read_text())
-        assert settings == {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in wanted.items()}
+        tree = yaml.safe_load((configs_dir() / "algorithm" / f"{name}.yaml").read_text())
+        wanted = tree.pop("algorithm", {})
+        for section, value in tree.items():
+            wanted |= {f"{section}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {section: value}
+        assert {key: yaml.safe_load(value) for key, value in settings.items() if key != "description"} == {
+            key: value for key, value in wanted.items() if key != "description"
+        }
+        assert settings["description"] == wanted["description"]
 
 
 def needed(name: str, found: dict[str, Distribution] | None = None) -> dict[str, Distribution]:

@@ -74,7 +74,7 @@ def test_an_sao_run_that_is_shorter_than_its_value_pretraining_is_refused():
 
 
 def test_the_table_names_what_a_preset_sets_outside_of_the_algorithm():
-    assert presets()["sao"]["critic.frozen_patterns"] == ["all-attention"]
+    assert presets()["sao"]["critic.frozen_patterns"] == "[all-attention]"
     row = next(line for line in as_markdown().splitlines() if line.startswith("| `sao` "))
     assert "`clip_high=5.0`" in row and "`critic.frozen_patterns=[all-attention]`, `critic.warmup_steps=10`" in row
 
