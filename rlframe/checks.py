@@ -22,6 +22,8 @@ PROMPT_FILES = ("jsonl", "parquet")
 GENERATED_TASKS = ("arithmetic", "countdown", "wordle", "reasoning_gym")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
 """Formats of ``rollout.quantize``."""
+REWARD_SETTINGS = ("reward_workers", "reward_timeout_s", "reward_startup_timeout_s", "reward_memory_mb", "on_reward_failure")
+"""Settings of ``task.reward``, which generated tasks do without."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
 """Names that architectures give to the output projection."""
 
@@ -66,7 +68,7 @@ def unused(config: Config) -> dict[str, str]:
         (
             config.task.name in GENERATED_TASKS and config.task.name != "reasoning_gym",
             f"with task.name={config.task.name}, which rewards answers itself",
-            [f"task.{key}" for key in ("reward_workers", "reward_timeout_s", "reward_memory_mb", "on_reward_failure")],
+            [f"task.{key}" for key in REWARD_SETTINGS],
         ),
         (
             config.rollout.engine != "sglang",
@@ -153,6 +155,7 @@ def _ranges(config: Config) -> None:
     )
     for key, seconds in (
         ("task.reward_timeout_s", config.task.reward_timeout_s),
+        ("task.reward_startup_timeout_s", config.task.reward_startup_timeout_s),
         ("rollout.timeout_s", config.rollout.timeout_s),
         ("cluster.startup_timeout_s", config.cluster.startup_timeout_s),
         ("server.idle_timeout_s", config.server.idle_timeout_s),
