@@ -17,7 +17,7 @@ import numpy as np
 
 from rlframe.config import ConfigError, TaskConfig
 from rlframe.types import Prompt
-from workers.environments.base import FatalRewardError, Problem, RewardError, StepResult
+from workers.environments.base import EXTRAS, FAILURE, FatalRewardError, Problem, RewardError, StepResult
 from workers.environments.options import read_options
 from workers.environments.prompt_data import column, place, read_rows
 from workers.environments.rendering import render, stop_token_ids
@@ -102,7 +102,7 @@ class PromptFile:
                 score = await environment.rewards.score(response, payload["row"])
             except RewardFailed as error:
                 return self.failed(str(error))
-            return StepResult(reward=score.value, done=True, metadata=dict(score.extras))
+            return StepResult(reward=score.value, done=True, metadata={EXTRAS: score.extras} if score.extras else {})
 
         def failed(self, reason: str) -> StepResult:
             """What ``task.on_reward_failure`` asks for; an evaluation is over all its problems, so it drops none."""
@@ -115,7 +115,7 @@ class PromptFile:
                 raise FatalRewardError(f"{sentence} task.on_reward_failure=drop or zero would go on.")
             if task.on_reward_failure == "drop" and not payload.get("held_out"):
                 raise RewardError(sentence)
-            return StepResult(reward=0.0, done=True, metadata={"reward_failure": reason})
+            return StepResult(reward=0.0, done=True, metadata={FAILURE: reason})
 
 
 def split(problems: list[Problem], size: int, name: str) -> tuple[list[Problem], list[Problem]]:
