@@ -65,7 +65,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/*/mean", "mean total reward of one environment's trajectories"),
         Metric(
             "reward/failed",
-            "fraction of trajectories whose reward failed and is 0 (`task.on_reward_failure=zero`); logged where there are some",
+            "fraction of trajectories whose reward failed and is 0 (`task.on_reward_failure=zero`); only where there are some",
             "Above 0: `rlframe rollouts` and `logs/rollout_*.log` say why.",
         ),
         Metric(

@@ -36,6 +36,7 @@ from trainer.tracking import Tracker
 from trainer.wandb_log import id_file
 from workers.environments import make_environment
 from workers.environments.base import Environment
+from workers.environments.checks import check_problems
 from workers.group import LearnerGroup
 from workers.pools import Pool
 from workers.process import find_modules_in
@@ -145,7 +146,10 @@ def read_inputs(config: Config) -> Inputs:
     environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=config.eval.size)
     stream = PromptStream(environment.train_prompts(), environment.name, config.seed)
     held_out = environment.eval_prompts()[: config.eval.size]
-    for problem in (*environment.train_prompts(), *held_out):
+    vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
+    problems = (*environment.train_prompts(), *held_out)
+    check_problems(problems, environment.stop_token_ids, vocab_size, tokenizer.convert_ids_to_tokens)
+    for problem in problems:
         if len(problem.tokens) >= config.rollout.max_model_len:
             raise ConfigError(
                 f"The prompt {problem.id} has {len(problem.tokens)} tokens, which leaves no room for an answer in "
@@ -158,7 +162,6 @@ def read_inputs(config: Config) -> Inputs:
             f"{needed} tokens; raise it."
         )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
-    vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
     return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size)
 
 

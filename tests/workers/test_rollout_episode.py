@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from engine_support import MAX_MODEL_LEN, alignment_error, dense_logprobs, perturbed, save, tiny_model, update_of
+from engine_support import MAX_MODEL_LEN, VOCABULARY, alignment_error, dense_logprobs, perturbed, save, tiny_model, update_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_support import OBSERVATION, STOPS, Scripted, config_of, prompts_of
 
+from workers.environments.base import FatalRewardError, StepResult
 from workers.rollout.engine import SamplingParams
 from workers.rollout.episode import run_episode, sample_turn
 from workers.rollout.torch_engine import TorchEngine
@@ -141,3 +142,46 @@ def test_however_often_a_turn_is_aborted_its_rows_keep_step_and_its_budget_holds
     assert (np.diff(completion.versions) >= 0).all()
     assert alignment_error(BASE, prompt, completion, 1.0) < 1e-4
     assert params == before
+
+
+class Answers(Scripted):
+    """One turn that is answered with a given step."""
+
+    def __init__(self, **step) -> None:
+        self.given = {"reward": 1.0, "done": False, "observation": OBSERVATION, **step}
+        self.stop_token_ids = STOPS
+
+    def episode(self, prompt):
+        return self
+
+    async def step(self, action, finish):
+        return StepResult(**self.given)
+
+
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [
+        ({"observation": np.array([5, VOCABULARY])}, f"the token {VOCABULARY}, but .* {VOCABULARY} entries"),
+        ({"observation": np.array([-1])}, "the token -1"),
+        ({"observation": np.array([2**40])}, f"the token {2**40}"),
+        ({"observation": np.array([1.5])}, "float64 values"),
+        ({"observation": [[1, 2]]}, r"shape \(1, 2\)"),
+        ({"reward": 1e39}, r"reward 1e\+39, which is not a finite number"),
+        ({"reward": None}, "reward None"),
+        ({"reward": "1"}, "reward '1'"),
+        ({"reward": float("nan")}, "reward nan"),
+        ({"reward": np.inf, "done": True}, "reward inf"),
+    ],
+)
+def test_what_no_trajectory_can_hold_ends_the_run_and_not_the_engine(path, step, named):
+    engine = TorchEngine(path, max_model_len=MAX_MODEL_LEN)
+    with pytest.raises(FatalRewardError, match=named):
+        asyncio.run(run_episode(engine, Answers(**step), prompts_of(1)[0], PARAMS, max_model_len=64, vocab_size=VOCABULARY))
+
+
+@pytest.mark.parametrize("step", [{"observation": []}, {"observation": [1, 63]}, {"reward": np.float32(2)}, {"reward": True}])
+def test_other_kinds_of_numbers_and_lists_are_taken(path, step):
+    engine = TorchEngine(path, max_model_len=MAX_MODEL_LEN)
+    given = Answers(**step)
+    trajectory = asyncio.run(run_episode(engine, given, prompts_of(1)[0], PARAMS, max_model_len=64, vocab_size=VOCABULARY))
+    assert trajectory.reward == 4 * float(given.given["reward"]) and len(turns_of(trajectory)) in (1, 4)

@@ -26,6 +26,10 @@ class FatalRewardError(RewardError):
     """No reward for one rollout, and the run shall end because of it."""
 
 
+class UnusableStep(FatalRewardError):
+    """An environment answered with what no trajectory can hold; it would do so again."""
+
+
 @dataclass
 class Problem:
     """One task instance of a data set; the prompt stream turns it into a `Prompt` each time it is drawn."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlframe.types import Finish, Prompt, Trajectory
 from workers.environments.base import Environment
+from workers.environments.checks import check_step
 from workers.rollout.engine import Completion, Engine, SamplingParams
 
 
@@ -118,6 +119,7 @@ async def run_episode(
     params: SamplingParams,
     *,
     max_model_len: int,
+    vocab_size: int = 2**31,
 ) -> Trajectory:
     """Run one episode and return its trajectory.
 
@@ -128,6 +130,7 @@ async def run_episode(
         params: ``max_new_tokens`` is the budget of one turn; the environment's stop tokens end a turn; ``seed`` makes the
             seeds of all turns.
         max_model_len: budget of the whole episode in tokens, prompt and observations included.
+        vocab_size: tokens that the model has; an observation with others ends the run instead of the engine.
 
     Returns:
         ``finish`` is ``stop`` when the environment ended the episode, and ``length`` when a budget did: the last turn hit
@@ -135,6 +138,7 @@ async def run_episode(
 
     Raises:
         ValueError: the prompt leaves no room for a single token.
+        UnusableStep: the environment's answer has a reward or tokens that no trajectory can hold.
     """
     _check_room(prompt, max_model_len)
     episode = environment.episode(prompt)
@@ -145,6 +149,7 @@ async def run_episode(
     for turn in range(environment.max_turns):
         completion = await sample_turn(engine, tokens, _of_turn(params, environment, turn, max_model_len - len(tokens)))
         result = await episode.step(completion.ids, completion.finish)
+        check_step(result, vocab_size)
         if rows is None:
             rows = _Rows(completion.head_ids.shape[1])
             rows.observe(tokens)

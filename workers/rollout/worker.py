@@ -136,11 +136,11 @@ class RolloutWorker:
         redirect_output(log_file)
         if user_folder is not None:
             find_modules_in(user_folder)
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
-        )
+        loading = {"local_files_only": True, "trust_remote_code": config.model.trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(model_path, **loading)
+        self._vocab_size = int(AutoConfig.from_pretrained(model_path, **loading).get_text_config().vocab_size)
         self.config = config
         self.environment: Environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=config.eval.size)
         self.engine: Engine = make_engine(config, model_path, index)
@@ -282,7 +282,12 @@ class RolloutWorker:
         try:
             async with self._places, asyncio.timeout(limit):
                 trajectory = await run_episode(
-                    self.engine, self.environment, prompt, params, max_model_len=self.config.rollout.max_model_len
+                    self.engine,
+                    self.environment,
+                    prompt,
+                    params,
+                    max_model_len=self.config.rollout.max_model_len,
+                    vocab_size=self._vocab_size,
                 )
             self._counters["tokens"] += float(trajectory.action_mask.sum())
             return trajectory

@@ -1,0 +1,77 @@
+"""Whether the model can read what an environment says: its prompts before a run, its answers while one goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from rlframe.config import ConfigError
+from workers.environments.base import Problem, StepResult, UnusableStep
+
+
+def check_problems(
+    problems: Iterable[Problem], stops: Sequence[int], vocab_size: int, piece: Callable[[int], str | None]
+) -> None:
+    """Refuse prompts and stop tokens that the model cannot read or write.
+
+    Args:
+        problems: training and held-out problems.
+        stops: `Environment.stop_token_ids`.
+        vocab_size: rows of the model's embedding.
+        piece: a token id as the tokenizer writes it; None where it has none.
+
+    Raises:
+        ConfigError: one sentence that names the row, or the prompt, and the token.
+    """
+    for problem in problems:
+        where = problem.payload.get("place") or f"The prompt {problem.id}"
+        fault = token_fault(problem.tokens, vocab_size)
+        if fault is not None:
+            known = isinstance(fault, int) and fault >= 0 and piece(fault)
+            written = f" (the tokenizer's {known!r})" if known else ""
+            raise ConfigError(
+                f"{where} has {_described(fault)}{written}, but the model's vocabulary has {vocab_size} entries; use the "
+                "tokenizer that the model was trained with, or leave the prompt out."
+            )
+        if not len(problem.tokens):
+            raise ConfigError(f"{where} has no tokens; leave it out.")
+    if stops and not any(0 <= token < vocab_size for token in stops):
+        raise ConfigError(
+            f"The stop token {stops[0]} (the tokenizer's {piece(stops[0])!r}) is beyond the model's vocabulary of {vocab_size} "
+            "entries, so no answer would ever end; use the tokenizer that the model was trained with."
+        )
+
+
+def check_step(result: StepResult, vocab_size: int) -> None:
+    """Refuse an answer of an environment that no trajectory can hold.
+
+    Raises:
+        UnusableStep: a reward that is not finite as float32, or an observation that is not tokens of the model.
+    """
+    reward = result.reward
+    number = hasattr(reward, "__float__") and not isinstance(reward, str)
+    with np.errstate(over="ignore"):
+        if not number or not math.isfinite(np.float32(reward)):
+            raise UnusableStep(f"The environment gave the reward {reward!r:.60}, which is not a finite number (float32).")
+    if len(result.observation) and (fault := token_fault(result.observation, vocab_size)) is not None:
+        raise UnusableStep(
+            f"The environment gave an observation with {_described(fault)}, but the model's vocabulary has {vocab_size} "
+            "entries."
+        )
+
+
+def token_fault(tokens: np.ndarray, vocab_size: int) -> int | str | None:
+    """The first of ``tokens`` outside of [0, vocab_size), or a type or shape that is not token ids; None: all is well."""
+    array = np.asarray(tokens)
+    if array.size and array.dtype.kind not in "iu":
+        return f"{array.dtype} values"
+    if array.ndim != 1:
+        return f"an array of shape {array.shape}"
+    outside = (array < 0) | (array >= vocab_size)
+    return int(array[np.argmax(outside)]) if outside.any() else None
+
+
+def _described(fault: int | str) -> str:
+    return f"the token {fault}" if isinstance(fault, int) else f"{fault} instead of token ids"
