@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rlframe.config import AlgorithmConfig, Config, ConfigError, OptimConfig, serves_other_weights
-from rlframe.engine_checks import check_engine
+from rlframe.engine_checks import SEEDS, check_engine
 
 POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
 ROLLOUT_IS = ("token", "sequence")
@@ -148,6 +148,7 @@ def _ranges(config: Config) -> None:
         "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb "
         "rollout.weight_noise server.port",
     )
+    _refuse(config.seed >= SEEDS, f"seed={config.seed} is out of range; it must be below 2**32.")
     memory = config.task.reward_memory_mb
     _refuse(
         memory is not None and memory < 32,

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
 from rlframe.config import Config, ConfigError, serves_other_weights
-from rlframe.engine_checks import check_installed
+from rlframe.engine_checks import check_arguments, check_context, check_installed
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
@@ -31,7 +31,8 @@ from trainer.cluster import reserve_pools, start_ray
 from trainer.compose import load_yaml, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
-from trainer.placement import plan
+from trainer.folders import check_run_dir, check_temporary_folder
+from trainer.placement import cluster_address, plan
 from trainer.tracking import Tracker
 from trainer.wandb_log import id_file
 from workers.environments import make_environment
@@ -64,6 +65,7 @@ def train(config: Config) -> Path:
         RunFailed: the run cannot go on.
     """
     check(config)
+    check_run_dir(config.run_dir)
     run_dir = Path(config.run_dir).absolute()
     if (run_dir / "config.yaml").exists():
         raise ConfigError(
@@ -90,6 +92,7 @@ def resume(run: str, overrides: list[str]) -> Path:
         ConfigError: a setting is refused, or differs from the checkpoint's and must not.
         RunFailed: the run cannot go on, or no checkpoint can be used.
     """
+    check_run_dir(run)
     run_dir = Path(run).absolute()
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml.")
@@ -122,10 +125,14 @@ def occupied(run_dir: Path) -> Iterator[None]:
     """Make the folders of a run and keep other drivers out of them; the lock goes with the process, however it ends.
 
     Raises:
-        ConfigError: another driver is at work there.
+        ConfigError: another driver is at work there, or it cannot be written.
     """
-    for folder in ("logs", "rollouts", "checkpoints"):
-        (run_dir / folder).mkdir(parents=True, exist_ok=True)
+    try:
+        for folder in ("logs", "rollouts", "checkpoints"):
+            (run_dir / folder).mkdir(parents=True, exist_ok=True)
+        (run_dir / "logs" / "driver.lock").touch()
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir} cannot be written: {error.strerror} ({error.filename}).") from None
     with (run_dir / "logs" / "driver.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,17 +145,21 @@ def read_inputs(config: Config) -> Inputs:
     """Find the model, the tokenizer and the prompts, or raise ConfigError."""
     if config.cluster.address is None and not config.rollout.server_urls:
         check_installed(config.rollout.engine)
+    if cluster_address(config) is None:
+        check_temporary_folder()
+    check_arguments(config.rollout)
     model_path = resolve_model(config.model)
     check_sessions(config, model_path)
     trust = config.model.trust_remote_code
+    text_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config()
+    check_context(config.rollout.max_model_len, text_config)
     find_modules_in(os.getcwd())
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)
     environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=config.eval.size)
     stream = PromptStream(environment.train_prompts(), environment.name, config.seed)
     held_out = environment.eval_prompts()[: config.eval.size]
-    vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
     problems = (*environment.train_prompts(), *held_out)
-    check_problems(problems, environment.stop_token_ids, vocab_size, tokenizer.convert_ids_to_tokens)
+    check_problems(problems, environment.stop_token_ids, text_config.vocab_size, tokenizer.convert_ids_to_tokens)
     for problem in problems:
         if len(problem.tokens) >= config.rollout.max_model_len:
             raise ConfigError(
@@ -162,7 +173,7 @@ def read_inputs(config: Config) -> Inputs:
             f"{needed} tokens; raise it."
         )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
-    return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size)
+    return Inputs(model_path, tokenizer, environment, stream, eval_prompts, text_config.vocab_size)
 
 
 async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None, restarts: int = 0) -> None:
