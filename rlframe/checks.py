@@ -20,7 +20,7 @@ from rlframe.config import (
     OptimConfig,
     serves_other_weights,
 )
-from rlframe.engine_checks import check_engine
+from rlframe.engine_checks import SEEDS, check_engine
 from rlframe.task_checks import GENERATED_TASKS, check_task, unused_by_task
 
 ROLLOUT_IS = ("token", "sequence")
@@ -28,6 +28,8 @@ ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "sglang", "torch")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
 """Formats of ``rollout.quantize``."""
+REWARD_SETTINGS = ("reward_workers", "reward_timeout_s", "reward_startup_timeout_s", "reward_memory_mb", "on_reward_failure")
+"""Settings of ``task.reward``, which generated tasks do without."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
 """Names that architectures give to the output projection."""
 
@@ -73,7 +75,7 @@ def unused(config: Config) -> dict[str, str]:
         (
             config.task.name in GENERATED_TASKS and config.task.name != "reasoning_gym",
             f"with task.name={config.task.name}, which rewards answers itself",
-            [f"task.{key}" for key in ("reward_workers", "reward_timeout_s", "reward_memory_mb", "on_reward_failure")],
+            [f"task.{key}" for key in REWARD_SETTINGS],
         ),
         *unused_by_task(config.task),
         (
@@ -156,6 +158,7 @@ def _ranges(config: Config) -> None:
         "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb "
         "rollout.weight_noise server.port",
     )
+    _refuse(config.seed >= SEEDS, f"seed={config.seed} is out of range; it must be below 2**32.")
     memory = config.task.reward_memory_mb
     _refuse(
         memory is not None and memory < 32,
@@ -163,6 +166,7 @@ def _ranges(config: Config) -> None:
     )
     for key, seconds in (
         ("task.reward_timeout_s", config.task.reward_timeout_s),
+        ("task.reward_startup_timeout_s", config.task.reward_startup_timeout_s),
         ("rollout.timeout_s", config.rollout.timeout_s),
         ("cluster.startup_timeout_s", config.cluster.startup_timeout_s),
         ("server.idle_timeout_s", config.server.idle_timeout_s),

@@ -55,6 +55,8 @@ class TaskConfig:
     """Processes that run the reward function, for each rollout worker."""
     reward_timeout_s: float = 30.0
     """Longest time that one call of the reward function may take."""
+    reward_startup_timeout_s: float = 60.0
+    """Longest time that importing the reward function may take."""
     reward_memory_mb: Optional[int] = None
     """Most memory that a process of the reward function may allocate; null: no limit."""
     on_reward_failure: str = "raise"

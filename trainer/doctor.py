@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from trainer.folders import temporary_folder_fault
 from trainer.redact import redact_text
 from trainer.requirements import Declared, declared, is_installed
 
@@ -182,6 +183,13 @@ def shared_memory(path: str = "/dev/shm", free: Callable[[str], int] = lambda pa
     return Finding("shared memory", f"{there:.1f} GiB free in {path}", todo)
 
 
+def temporary_folder(environment: Mapping[str, str] = os.environ) -> Finding:
+    """Where Ray and engines keep their sockets, whose paths must be short."""
+    folder = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
+    found, _, todo = (temporary_folder_fault(environment) or folder).partition("; ")
+    return Finding("temporary folder", found, todo or None)
+
+
 def gpus(names: list[str], nvidia_smi: bool, cuda_build: str | None) -> Finding:
     """GPUs that torch sees.
 
@@ -238,6 +246,7 @@ def check_all(start: bool, cluster: str | None = None) -> Iterator[Finding]:
             yield engine(name, start)
     yield disk()
     yield shared_memory()
+    yield temporary_folder()
     cuda_build = None
     if importlib.util.find_spec("torch"):
         import torch

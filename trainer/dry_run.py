@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlframe.config import Config
 from trainer.compose import to_yaml
+from trainer.folders import check_run_dir
 from trainer.memory import estimate, read_shape
 from trainer.placement import plan
 from trainer.run import read_inputs
@@ -18,6 +19,7 @@ def report(config: Config) -> str:
     Raises:
         ConfigError: the model or the task's data cannot be used, or this machine has too few GPUs.
     """
+    check_run_dir(config.run_dir)
     placement = plan(config)
     inputs = read_inputs(config)
     shape = read_shape(inputs.model_path, config.model.trust_remote_code)

@@ -17,7 +17,7 @@ class Metric:
     """One name in ``metrics.jsonl``, or several that share a pattern."""
 
     pattern: str
-    """The name; ``*`` stands for the name of a task or an environment."""
+    """The name; ``*`` stands for the name of a task, an environment, or a number of the reward function."""
     meaning: str
     """One line."""
     bad: str = ""
@@ -36,6 +36,12 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "eval/*/failed",
             "share of the held-out episodes that failed; the other numbers are means over the rest",
             "Above 0: `logs/controller.log` says why; the run ends above `eval.max_failed`.",
+        ),
+        Metric("eval/*/reward_extra/*/mean", "mean of another number that the reward function returned, over held-out answers"),
+        Metric(
+            "eval/*/reward_failed",
+            "fraction of held-out answers whose reward failed and counts 0; logged where there are some",
+            "Above 0: `rlframe rollouts` and `logs/rollout_*.log` say why.",
         ),
     ),
     "Rewards of the training batch": (
@@ -62,6 +68,15 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "Near 1: most rollouts are for nothing. Use prompts of another difficulty, larger groups, or a critic (`sao`).",
         ),
         Metric("reward/*/mean", "mean total reward of one environment's trajectories"),
+        Metric(
+            "reward/failed",
+            "fraction of trajectories whose reward failed and is 0 (`task.on_reward_failure=zero`); only where there are some",
+            "Above 0: `rlframe rollouts` and `logs/rollout_*.log` say why.",
+        ),
+        Metric(
+            "reward_extra/*/mean",
+            "mean of another number that the reward function returned in its dict, over the trajectories that have it",
+        ),
     ),
     "Answers": (
         Metric(
@@ -335,7 +350,8 @@ def as_markdown() -> str:
         "",
         "Written by `make docs` from `trainer/glossary.py`. One JSON object a step in `metrics.jsonl`, and the "
         "same in wandb. Null",
-        "stands for a number that is not finite. `*` is the name of a task or an environment; p is the trainer's policy, q the",
+        "stands for a number that is not finite. `*` is the name of a task, an environment or a number that a",
+        "reward function returned; p is the trainer's policy, q the",
         "sampler, r = p / q of the sampled token. Formulas: [algorithms](algorithms.md). In the terminal: "
         "`rlframe metrics NAME`.",
     ]

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
 from rlframe.config import Config, ConfigError, eval_size, serves_other_weights
-from rlframe.engine_checks import check_installed
+from rlframe.engine_checks import check_arguments, check_context, check_installed
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
@@ -31,11 +31,13 @@ from trainer.cluster import reserve_pools, start_ray
 from trainer.compose import load_yaml, resumed, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
-from trainer.placement import plan
+from trainer.folders import check_run_dir, check_temporary_folder
+from trainer.placement import cluster_address, plan
 from trainer.tracking import Tracker, has_steps
 from trainer.wandb_log import id_file
 from workers.environments import make_environment
 from workers.environments.base import Environment
+from workers.environments.checks import check_problems
 from workers.environments.prompt_file import PromptFile
 from workers.group import LearnerGroup
 from workers.pools import Pool
@@ -67,6 +69,7 @@ def train(config: Config) -> Path:
         RunFailed: the run cannot go on.
     """
     check(config)
+    check_run_dir(config.run_dir)
     attempts.interruptible()
     run_dir = Path(config.run_dir).absolute()
     if (run_dir / "config.yaml").exists():
@@ -94,6 +97,7 @@ def resume(run: str, overrides: list[str]) -> Path:
         ConfigError: a setting is refused, or differs from the checkpoint's and must not.
         RunFailed: the run cannot go on, or no checkpoint can be used.
     """
+    check_run_dir(run)
     run_dir = Path(run).absolute()
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml.")
@@ -125,10 +129,14 @@ def occupied(run_dir: Path) -> Iterator[None]:
     """Make the folders of a run and keep other drivers out of them; the lock goes with the process, however it ends.
 
     Raises:
-        ConfigError: another driver is at work there.
+        ConfigError: another driver is at work there, or it cannot be written.
     """
-    for folder in ("logs", "rollouts", "checkpoints"):
-        (run_dir / folder).mkdir(parents=True, exist_ok=True)
+    try:
+        for folder in ("logs", "rollouts", "checkpoints"):
+            (run_dir / folder).mkdir(parents=True, exist_ok=True)
+        (run_dir / "logs" / "driver.lock").touch()
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir} cannot be written: {error.strerror} ({error.filename}).") from None
     with (run_dir / "logs" / "driver.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,9 +150,14 @@ def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
     refuse_shadowing(os.getcwd())
     if config.cluster.address is None and not config.rollout.server_urls:
         check_installed(config.rollout.engine)
+    if cluster_address(config) is None:
+        check_temporary_folder()
+    check_arguments(config.rollout)
     model_path = resolve_model(config.model)
     check_sessions(config, model_path)
     trust = config.model.trust_remote_code
+    text_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config()
+    check_context(config.rollout.max_model_len, text_config)
     find_modules_in(os.getcwd())
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)
     size = eval_size(config)
@@ -157,7 +170,9 @@ def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
     notes = list(getattr(environment, "notes", []))
     if len(environment.eval_prompts()) > len(held_out):
         notes.append(f"{environment.name} has {len(environment.eval_prompts())} held-out problems: the first {size} are used.")
-    for problem in (*environment.train_prompts(), *held_out):
+    problems = (*environment.train_prompts(), *held_out)
+    check_problems(problems, environment.stop_token_ids, text_config.vocab_size, tokenizer)
+    for problem in problems:
         if len(problem.tokens) >= config.rollout.max_model_len:
             raise ConfigError(
                 f"The prompt {problem.id} has {len(problem.tokens)} tokens, which leaves no room for an answer in "
@@ -170,8 +185,7 @@ def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
             f"{needed} tokens; raise it."
         )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
-    vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
-    return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size, notes)
+    return Inputs(model_path, tokenizer, environment, stream, eval_prompts, text_config.vocab_size, notes)
 
 
 def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None, restarts: int = 0) -> None:

@@ -18,8 +18,9 @@ import numpy as np
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch
-from trainer.metrics import episode_rewards
+from trainer.metrics import episode_rewards, extra_numbers
 from trainer.step_names import is_step_name, step_of
+from workers.environments.base import FAILURE
 
 
 @dataclass
@@ -74,6 +75,8 @@ def as_rows(step: int, sample: Sample, tokenizer: Any, max_tokens: int) -> list[
                 "prompt": _clipped(tokenizer.decode(tokens[:first]), max_tokens),
                 "response": _clipped(tokenizer.decode(tokens[first:]), max_tokens),
                 "reward": float(batch.rewards[span].sum()),
+                "reward_extra": extra_numbers(batch.metadata[b]),
+                "reward_failure": batch.metadata[b].get(FAILURE),
                 "finish": batch.finish[b],
                 "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,
                 "length": len(tokens),

@@ -152,6 +152,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
         "advantage",
         "value",
         "ratio",
+        "reward extra",
     ]
     data: list[Any] = [
         [
@@ -163,6 +164,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
             row["finish"],
             row["versions"][0] if row["versions"] else None,
             *(_mean(row["tokens"].get(name)) for name in ("advantage", "value", "ratio")),
+            json.dumps(row.get("reward_extra", {})),
         ]
         for row in rows
     ]

@@ -4,14 +4,17 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from local import run
+from transformers import AutoTokenizer
 
 from rlframe.config import ConfigError
+from rlframe.models import resolve_model
 from trainer import recovery
 from trainer.compose import compose
 from trainer.dry_run import report
@@ -191,3 +194,77 @@ def test_a_prompt_longer_than_the_context_is_refused(user_folder):
     (user_folder / "prompts.jsonl").open("a").write(json.dumps({"prompt": "1" * 64, "answer": "1"}) + "\n")
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:31 has 64 tokens.*rollout\.max_model_len=64"):
         read_inputs(compose([*task(), "eval.size=8"]))
+
+
+FOREIGN = """
+import numpy as np
+from workers.environments.arithmetic import Arithmetic
+from workers.environments.base import Problem
+
+class Foreign(Arithmetic):
+    def __init__(self, task, tokenizer, **kwargs):
+        self.tokens = task.options.pop("tokens")
+        super().__init__(task, tokenizer, **kwargs)
+    def train_prompts(self):
+        return [Problem("mine", np.array(self.tokens))]
+"""
+
+
+@pytest.fixture
+def larger_tokenizer(user_folder):
+    """The tiny model with a tokenizer that has one token more than its embedding has rows; returns folder and token."""
+    folder = user_folder / "model"
+    shutil.copytree(resolve_model(compose([UNTRAINED]).model), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([f"<|new_{i}|>" for i in range(size - len(tokenizer) + 1)])
+    tokenizer.save_pretrained(folder)
+    return folder, tokenizer.convert_ids_to_tokens(size), size
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_prompt_with_a_token_that_the_model_does_not_have_is_refused_and_named(user_folder, larger_tokenizer, held_out):
+    folder, token, size = larger_tokenizer
+    here = "held_out.jsonl" if held_out else "prompts.jsonl"
+    (user_folder / "held_out.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    settings = ["task=jsonl", "task.train=prompts.jsonl", "task.reward=own_reward:right", "task.eval=held_out.jsonl"]
+    settings += ["model=local", f"model.path={folder}", "rollout=torch", "rollout.max_model_len=64", "rollout.max_new_tokens=8"]
+    config = compose([*settings, "eval.size=8"])
+    read_inputs(config)
+    (user_folder / here).open("a").write(json.dumps({"prompt": f"1{token}", "answer": "1"}) + "\n")
+    line = 2 if held_out else 31
+    with pytest.raises(ConfigError) as caught:
+        report(config)
+    assert str(caught.value).startswith(f"line {line} of {here} has the token {size} (the tokenizer's {token!r}), but ")
+    assert f"vocabulary has {size} entries" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named"),
+    [("[1,9999]", "the token 9999"), ("[1,-1]", "the token -1"), ("[1.5]", "float64 values"), ("[]", "no tokens")],
+)
+def test_prompts_of_an_environment_of_ones_own_are_looked_at_alike(user_folder, tokens, named):
+    (user_folder / "foreign.py").write_text(FOREIGN)
+    with pytest.raises(ConfigError, match=f"The prompt mine has {named}"):
+        read_inputs(compose([UNTRAINED, "task.name=foreign:Foreign", f"task.options={{tokens: {tokens}}}"]))
+
+
+def test_an_end_of_sequence_that_the_model_cannot_write_is_refused(user_folder, larger_tokenizer):
+    folder, token, size = larger_tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = token
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match=rf"The stop token {size} .* beyond the model's vocabulary of {size}"):
+        read_inputs(
+            compose(
+                [
+                    "task=countdown",
+                    "task.options.problems=9",
+                    "model=local",
+                    f"model.path={folder}",
+                    "rollout=torch",
+                    "eval.size=8",
+                ]
+            )
+        )

@@ -107,7 +107,7 @@ def test_the_configuration_is_there_and_no_secret_is(attempts):
 def test_sampled_rollouts_are_a_table(attempts):
     run_dir, _, files = attempts
     entry = [row for file in files for row in file.rows][3]["rollouts"]
-    assert entry["_type"] == "table-file" and (entry["nrows"], entry["ncols"]) == (1, 10)
+    assert entry["_type"] == "table-file" and (entry["nrows"], entry["ncols"]) == (1, 11)
     (file,) = (run_dir / "wandb").glob(f"offline-run-*/files/{entry['path']}")
     shown = json.loads(file.read_text())
     row = dict(zip(shown["columns"], shown["data"][0], strict=True))

@@ -203,6 +203,8 @@ def test_a_token_that_is_not_in_the_vocabulary_is_rejected_before_an_engine_sees
     fault = fault_of(path, ENVIRONMENT, prompt)
     assert fault == Fault(Kind.REJECTED, f"prompt 'p0' has the token {token}, but the ids of the model's vocabulary end at 63")
     observed = StepResult(0.0, False, np.array([5, token], np.int32))
+    assert fault_of(path, Odd(StepResult(0.0, False, np.array([2**40 + 5])))).kind is Kind.REJECTED
+    assert fault_of(path, Odd(StepResult(0.0, False, np.array([1.5])))).kind is Kind.ENVIRONMENT
     assert fault_of(path, Odd(observed)).kind is Kind.REJECTED
 
 

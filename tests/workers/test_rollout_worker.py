@@ -91,6 +91,21 @@ def test_failing_and_hanging_episodes_are_reported_and_leave_the_others_alone(pa
     assert failures[2] == [Fault(Kind.TIMEOUT, "the episode took longer than rollout.timeout_s=3")]
 
 
+def test_an_observation_beyond_the_vocabulary_ends_the_run_with_a_sentence_and_leaves_the_engine_alone(path):
+    prompts = prompts_of(2)
+    prompts[1].payload["fault"] = "tokens"
+
+    async def use(worker):
+        await worker.submit(prompts, [0, 1], 1, PARAMS)
+        while (collected := await worker.collect(5.0)).fatal is None:
+            pass
+        await worker.health()
+        return collected
+
+    collected = with_worker(path, use)
+    assert collected.engine_fault is None and "the token 1000000, but the model's vocabulary has 64" in collected.fatal
+
+
 def test_an_engine_that_hangs_is_told_from_an_episode_that_is_slow(path):
     """Nothing is said about the prompts of a hanging engine: they are not at fault, and are issued again elsewhere."""
 

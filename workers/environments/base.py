@@ -16,6 +16,9 @@ import numpy as np
 
 from rlframe.types import Prompt
 
+EXTRAS = "reward_extra"
+FAILURE = "reward_failure"
+
 
 class RewardError(RuntimeError):
     """No reward for one rollout, which is left out; the message is one sentence."""
@@ -72,7 +75,11 @@ class StepResult:
     observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """int32[O], tokens appended before the next turn; empty when done."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What else is worth logging (JSON-like, small)."""
+    """What else is worth keeping (JSON-like, small).
+
+    Numbers in a dict under `EXTRAS` are logged as means by their names; a reason under `FAILURE` says that there was no reward
+    and 0 stands for it.
+    """
 
 
 class Episode(Protocol):

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlframe.config import ConfigError, TaskConfig
 from rlframe.types import Prompt
-from workers.environments.base import FatalRewardError, Problem, RewardError, StepResult, digest
+from workers.environments.base import EXTRAS, FAILURE, FatalRewardError, Problem, RewardError, StepResult, digest
 from workers.environments.chats import Chat, read_prompt
 from workers.environments.options import read_options
 from workers.environments.prompt_data import column, place, printable, read_rows
@@ -154,7 +154,7 @@ class PromptFile:
                 score = await environment.rewards.score(text, payload["row"])
             except RewardFailed as error:
                 return self.failed(str(error))
-            return StepResult(reward=score.value, done=True, metadata=dict(score.extras))
+            return StepResult(reward=score.value, done=True, metadata={EXTRAS: score.extras} if score.extras else {})
 
         def failed(self, reason: str) -> StepResult:
             """What ``task.on_reward_failure`` asks for; an evaluation is over all its problems, so it drops none."""
@@ -167,7 +167,7 @@ class PromptFile:
                 raise FatalRewardError(f"{sentence} task.on_reward_failure=drop or zero would go on.")
             if task.on_reward_failure == "drop" and not payload.get("held_out"):
                 raise RewardError(sentence)
-            return StepResult(reward=0.0, done=True, metadata={"reward_failure": reason})
+            return StepResult(reward=0.0, done=True, metadata={FAILURE: reason})
 
 
 def split(questions: list[Question], size: int, name: str) -> tuple[list[Problem], list[Problem]]:

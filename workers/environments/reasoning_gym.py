@@ -12,17 +12,16 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from rlframe.config import ConfigError, TaskConfig
-from workers import rewards
 from workers.environments.base import Problem, digest
 from workers.environments.options import read_options
 from workers.environments.prompt_file import PromptFile, Question
 from workers.environments.rendering import render
+from workers.reward_process import CHILD, ENVIRONMENT
 
-SCRIPT = Path(rewards.__file__).with_name("reasoning_problems.py")
+SCRIPT = CHILD.with_name("reasoning_problems.py")
 SEED = 20260
 """Seed of the problems where ``config`` gives none; which problems there are does not depend on the run's seed."""
 
@@ -83,7 +82,7 @@ def ask(name: str, config: dict[str, Any]) -> list[str]:
     """
     ended = subprocess.run(
         [sys.executable, "-P", str(SCRIPT), name, json.dumps(config, sort_keys=True)],
-        env={**os.environ, **rewards.ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
         check=False,

@@ -118,6 +118,18 @@ def _reward(result: StepResult, policy: str) -> float:
     )
 
 
+def _observed(result: StepResult) -> np.ndarray:
+    """int64[O], the observation of a turn; ids beyond int32 are still themselves.
+
+    Raises:
+        ValueError: it is not token ids.
+    """
+    given = np.asarray(result.observation)
+    if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
+        raise ValueError(f"an observation must be a list of token ids, not {given.dtype} values of shape {given.shape}")
+    return given.astype(np.int64)
+
+
 def _of_turn(params: SamplingParams, environment: Environment, turn: int, room: int) -> SamplingParams:
     """How one turn is sampled, with ``room`` tokens left for the episode."""
     return replace(
@@ -171,13 +183,13 @@ async def run_episode(
             completion = await sample_turn(engine, tokens, _of_turn(params, environment, turn, room))
         with blame(Kind.ENVIRONMENT):
             result = await episode.step(completion.ids, completion.finish)
-            reward, observation = _reward(result, on_reward_failure), np.asarray(result.observation, np.int32)
+            reward, observation = _reward(result, on_reward_failure), _observed(result)
         with blame(Kind.ENGINE):
             if rows is None:
                 rows = _Rows(completion.head_ids.shape[1])
                 rows.observe(tokens)
             rows.act(completion, reward)
-            tokens = np.concatenate([tokens, completion.ids, observation])
+            tokens = np.concatenate([tokens, completion.ids, observation.astype(np.int32)])
         metadata |= result.metadata
         if result.done:
             finish = "length" if completion.finish == "length" else "stop"
@@ -185,7 +197,7 @@ async def run_episode(
         if len(tokens) >= max_model_len or turn + 1 == environment.max_turns:
             break
         _check(prompt, len(tokens), observation, max_model_len, vocabulary)
-        rows.observe(observation)
+        rows.observe(observation.astype(np.int32))
     assert rows is not None
     with blame(Kind.ENGINE):
         return Trajectory(
