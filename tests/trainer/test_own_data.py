@@ -263,6 +263,7 @@ def test_an_end_of_sequence_that_the_model_cannot_write_is_refused(user_folder, 
                     "task.options.problems=9",
                     "model=local",
                     f"model.path={folder}",
+                    "rollout.max_model_len=256",
                     "rollout=torch",
                     "eval.size=8",
                 ]
