@@ -53,6 +53,8 @@ class Inputs:
     stream: PromptStream
     eval_prompts: list[Prompt]
     vocab_size: int
+    adapters: list[str]
+    """For every adapter a sentence that says on how much of the model it is."""
 
 
 def train(config: Config) -> Path:
@@ -138,7 +140,7 @@ def read_inputs(config: Config) -> Inputs:
     if config.cluster.address is None and not config.rollout.server_urls:
         check_installed(config.rollout.engine)
     model_path = resolve_model(config.model)
-    check_sessions(config, model_path)
+    adapters = check_sessions(config, model_path)
     trust = config.model.trust_remote_code
     find_modules_in(os.getcwd())
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)
@@ -159,7 +161,7 @@ def read_inputs(config: Config) -> Inputs:
         )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
     vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
-    return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size)
+    return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size, adapters)
 
 
 async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None, restarts: int = 0) -> None:
@@ -186,6 +188,8 @@ async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Pat
     try:
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
+        for sentence in inputs.adapters:
+            tracker.say(sentence)
         inputs.stream.position = 0
         controller = await start_workers(config, inputs, run_dir, tracker, pools)
         if checkpoint:
