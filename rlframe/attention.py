@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 
 NAME = "rlframe_segments"
 _CLASS_RATIO = 1.25
@@ -122,11 +122,3 @@ def _attention(
 
 
 AttentionInterface.register(NAME, _attention)
-
-
-def replacement(config: PreTrainedConfig) -> str:
-    """The attention implementation to use where ``sdpa`` is asked for; sdpa itself cannot cap its logits."""
-    if getattr(config, "attn_logit_softcapping", None):
-        return "eager"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    return NAME if kinds <= {"full_attention", "sliding_attention"} else "sdpa"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
-from rlframe import attention
 from rlframe.checksum import bit_sum
 from rlframe.config import ConfigError
+from rlframe.exactness import Verdict, examine
+from rlframe.forward import Body, PackedForward
 from rlframe.hf_checkpoint import conversions, load_weights, to_checkpoint_names
 from rlframe.lora import Adapters, bare
 from rlframe.losses.base import LMHead
-from rlframe.model_setup import blocks, empty_model, materialise, recompute_activations, shard
+from rlframe.model_setup import blocks, empty_model, materialise, read_config, recompute_activations, shard
 from rlframe.optim import local
-from rlframe.packing import lay_out
 from rlframe.ranks import Ranks
 from rlframe.sessions import Session, SessionSpec
 from rlframe.types import Batch
@@ -37,34 +38,11 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class _Runner(nn.Module):
-    """The FSDP root: body, then whatever consumes hidden states and head, while the root's parameters are whole."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, consume: Callable[[Tensor, LMHead], Any]) -> Any:
-        body = self.model.base_model if self.model.base_model is not self.model else self.model.model
-        output = body(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        return consume(output.last_hidden_state, _lm_head(self.model))
-
-
-def _lm_head(model: PreTrainedModel) -> LMHead:
-    layer = model.get_output_embeddings()
-    weight, bias = layer.weight, getattr(layer, "bias", None)
-    for key in getattr(layer, "active_adapters", []):
-        if key in layer.lora_A:
-            weight = weight + layer.get_delta_weight(key)
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
-    return LMHead(weight=weight, bias=bias, softcap=getattr(config, "final_logit_softcapping", None), scale=float(scale))
-
-
 class Backbone:
     """A base model that sessions share. Build it with `load`; every rank calls every method in the same order."""
 
-    def __init__(self, model: PreTrainedModel, runner: nn.Module, *, path: Path, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, body: Body, verdict: Verdict, *, path: Path, ranks: Ranks, device: torch.device) -> None:
+        model = body.model
         self.model = model
         self.path = path
         self.ranks = ranks
@@ -72,15 +50,10 @@ class Backbone:
         self.sessions: dict[str, Session] = {}
         self.adapters = Adapters(model)
         self.trainable = False
-        self.packs = True
-        """Whether one pass can take several trajectories; otherwise each goes alone. Found out by a probe at loading."""
-        kernel = model.config._attn_implementation
-        # Kernels that know several sequences in a row get a single one.
-        self._one_row = kernel == attention.NAME or "flash" in kernel
-        self._segments = attention.Segments()
-        for module in model.modules():
-            module.rlframe_segments = self._segments  # type: ignore[assignment]
-        self._runner = runner
+        self.packs = verdict.packs
+        """Whether one pass can take several trajectories; otherwise each goes alone."""
+        self._body = body
+        self._forward = PackedForward(body, device)
         self._table = conversions(model)
         self._bit_sums: dict[tuple[frozenset[str], torch.dtype], int] = {}
 
@@ -117,19 +90,24 @@ class Backbone:
         if trainable and mesh is None and dtype != "float32":
             raise ConfigError("Training all weights in bfloat16 needs a device mesh (of one rank, if need be), or float32.")
         ranks = Ranks.of(mesh)
-        model = empty_model(Path(path), DTYPES["float32" if trainable else dtype], attn_implementation, trust_remote_code)
+        verdict = _agreed(ranks, read_config(Path(path), trust_remote_code), attn_implementation, trust_remote_code)
+        model = empty_model(Path(path), DTYPES["float32" if trainable else dtype], verdict.kernel, trust_remote_code)
         if activation_checkpointing:
             recompute_activations(model)
-        runner = _Runner(model)
+        body = Body(model, verdict.final)
         if mesh is not None:
-            shard(runner, model, mesh, DTYPES[dtype], trainable=trainable)
+            shard(body, model, mesh, DTYPES[dtype], trainable=trainable)
         materialise(model, device)
         ranks.together(lambda: load_weights(model, Path(path), ranks))
-        backbone = cls(model, runner, path=Path(path), ranks=ranks, device=device)
+        backbone = cls(body, verdict, path=Path(path), ranks=ranks, device=device)
         backbone.trainable = trainable
+        if not verdict.packs:
+            logger.warning(
+                "%s does not keep packed trajectories apart; each will take a pass of its own.", type(model).__name__
+            )
         # FSDP decides in its first forward in which dtype it reduces, from the parameters that are trainable then.
         model.requires_grad_(trainable)
-        backbone._probe()
+        backbone._first_pass()
         model.requires_grad_(False)
         return backbone
 
@@ -140,10 +118,11 @@ class Backbone:
         """A backbone without memory, to see whether sessions fit: they can be created, not run. Arguments as in `load`.
 
         Raises:
-            ConfigError: a quantised model, or none.
+            ConfigError: a quantised model, none, or one that is not computed exactly (`rlframe.exactness`).
         """
-        model = empty_model(Path(path), torch.float32, attn_implementation, trust_remote_code)
-        backbone = cls(model, nn.Module(), path=Path(path), ranks=Ranks.of(None), device=torch.device("meta"))
+        verdict = examine(read_config(Path(path), trust_remote_code), attn_implementation, trust_remote_code)
+        model = empty_model(Path(path), torch.float32, verdict.kernel, trust_remote_code)
+        backbone = cls(Body(model, verdict.final), verdict, path=Path(path), ranks=Ranks.of(None), device=torch.device("meta"))
         backbone.trainable = trainable
         return backbone
 
@@ -203,56 +182,31 @@ class Backbone:
             return self._forward(np.zeros(1, np.int64), np.ones(1, np.int64), consume)
         return self._forward(micro.tokens, micro.lengths, consume)
 
-    def _forward(self, tokens: np.ndarray, lengths: np.ndarray, consume: Callable[[Tensor, LMHead], Any]) -> Any:
-        if self._one_row:
-            self._segments.describe(lengths, self.device)
-            starts = np.cumsum(lengths) - lengths
-            source = np.arange(len(tokens))[None]
-            positions, cells = source - starts.repeat(lengths), None
-        else:
-            layout = lay_out(lengths)
-            source, positions, cells = layout.source, layout.positions, torch.from_numpy(layout.cells).to(self.device)
-        return self._runner(
-            torch.from_numpy(tokens[source].astype("int64")).to(self.device),
-            torch.from_numpy(positions).to(self.device),
-            lambda hidden, head: consume(hidden[0] if cells is None else hidden.flatten(0, 1)[cells], head),
-        )
-
     @torch.no_grad()
-    def _probe(self) -> None:
-        """Run a few tokens: are the losses' logits the model's own, and do packed trajectories stay apart?"""
-        tokens, first = np.arange(9), 5
+    def _first_pass(self) -> None:
+        """Run a few tokens.
 
-        def compare(hidden: Tensor, head: LMHead) -> tuple[Tensor, Tensor, Tensor]:
-            ids = torch.from_numpy(tokens[first:])[None].to(self.device)
-            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
-            mine = (hidden @ head.weight.T + (0 if head.bias is None else head.bias)).float() * head.scale
-            return hidden, mine if head.softcap is None else head.softcap * torch.tanh(mine / head.softcap), logits
-
-        alone, mine, logits = self._forward(tokens[first:], np.array([len(tokens) - first]), compare)
-        packed = self._forward(tokens, np.array([first, len(tokens) - first]), lambda hidden, head: hidden[first:])
+        Raises:
+            ConfigError: the weights give numbers that are not finite.
+        """
+        finite = self._forward(np.arange(4), np.array([4]), lambda hidden, head: bool(hidden.isfinite().all()))
         self.reshard()
-        if (mine - logits).norm() > 0.05 * logits.norm():
+        (broken,) = self.ranks.maximum([int(not finite)])
+        if broken:
             raise ConfigError(
-                f"{type(self.model).__name__} changes its logits after the LM head in a way that losses do not know."
+                f"The weights in {self.path} give hidden states that are not finite; they are damaged, or need float32."
             )
-        (leaks,) = self.ranks.maximum([int((packed - alone).norm() > 0.05 * alone.norm())])
-        if leaks:
-            logger.warning(
-                "%s does not keep packed trajectories apart; each will take a pass of its own.", type(self.model).__name__
-            )
-        self.packs = not leaks
 
     def reshard(self) -> None:
         """Leave everything sharded, as it is outside of forward and backward: what stayed whole would miss the next step."""
-        for module in self._runner.modules():
+        for module in self._body.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def reset(self) -> None:
         """Bring FSDP back to rest after a pass that was broken off."""
-        if isinstance(self._runner, FSDPModule):
-            self._runner.reset_iter_state()
+        if isinstance(self._body, FSDPModule):
+            self._body.reset_iter_state()
 
     def whole(self, parameter: Tensor) -> Tensor:
         """The whole of a parameter, detached; every rank takes part."""
@@ -280,8 +234,17 @@ class Backbone:
         if known is None:
             parts = [local(p.detach()) for name, p in self.parameters() if name not in without]
             known = sum(bit_sum(part.to(dtype)) for part in parts if part.numel()) % 2**64
-            if isinstance(self._runner, FSDPModule):
+            if isinstance(self._body, FSDPModule):
                 known = self.ranks.total(known)
             if not self.trainable:
                 self._bit_sums[key] = known
         return known
+
+
+def _agreed(ranks: Ranks, config: PreTrainedConfig, attn_implementation: str, trust_remote_code: bool) -> Verdict:
+    """The verdict of rank 0 on every rank, though machines may round differently."""
+    found: list[Verdict] = []
+    ranks.together(lambda: found.append(examine(config, attn_implementation, trust_remote_code)))
+    (verdict,) = found
+    (mixes,) = ranks.maximum([int(not verdict.packs)])
+    return replace(verdict, packs=not mixes)

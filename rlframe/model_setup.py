@@ -7,40 +7,52 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlframe import attention
 from rlframe.config import ConfigError
 
 
-def empty_model(path: Path, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool) -> PreTrainedModel:
-    """The model of a folder without memory (meta device), frozen and in evaluation mode.
+def read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
+    """The configuration in a folder.
 
     Raises:
-        ConfigError: no config, a quantised model, or an attention implementation that the architecture lacks.
+        ConfigError: none, or a quantised model.
     """
     if not (path / "config.json").exists():
         raise ConfigError(f"model.path={path} is not a Hugging Face folder: it has no config.json.")
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{path} holds a quantised model, which cannot be trained here; use its full-precision version.")
+    return config
+
+
+def empty_model(path: Path, dtype: torch.dtype, kernel: str, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a folder without memory (meta device), frozen and in evaluation mode; ``kernel`` as `exactness` found it.
+
+    Raises:
+        ConfigError: no config, a quantised model, or an attention implementation that the architecture lacks.
+    """
+    config = read_config(path, trust_remote_code)
+    asked = "sdpa" if kernel == attention.NAME else kernel
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+                config, dtype=dtype, attn_implementation=asked, trust_remote_code=trust_remote_code
             )
     except (ValueError, ImportError) as error:
         reason = str(error).split(". ")[0]
-        raise ConfigError(f"model.attn_implementation={attn_implementation} cannot be used (try eager): {reason}.") from error
-    if attn_implementation == "sdpa":
-        model.set_attn_implementation(attention.replacement(config.get_text_config()))
+        raise ConfigError(f"model.attn_implementation={asked} cannot be used (try eager): {reason}.") from error
+    if kernel == attention.NAME:
+        model.set_attn_implementation(kernel)
     model.name_or_path = str(path)
     model.requires_grad_(False)
     return model.eval()
@@ -87,22 +99,41 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, dtype: torc
 
 
 def materialise(model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate this rank's shards; buffers that no checkpoint holds (rotary frequencies) are computed again.
+    """Allocate this rank's shards, and fill the buffers that no checkpoint holds (rotary frequencies) as ``from_pretrained`` does.
 
-    Tied parameters stay one parameter (``to_empty`` would part them).
+    Tied parameters stay one parameter (``to_empty`` would part them). Buffers are marked first, so that one which nothing fills
+    is found instead of being whatever the memory held.
+
+    Raises:
+        ConfigError: a buffer is in no checkpoint and nothing computes it.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in made:
                 made[id(parameter)] = _allocate(parameter, device)
+                made[id(parameter)]._is_hf_initialized = True  # type: ignore[attr-defined]
             module.register_parameter(name, made[id(parameter)])
-        buffers = dict(module.named_buffers(recurse=False))
-        for name, buffer in buffers.items():
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-        if buffers:
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                model._init_weights(module)
+        for name, buffer in dict(module.named_buffers(recurse=False)).items():
+            module._buffers[name] = torch.full_like(buffer, _mark(buffer.dtype), device=device)
+    with torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+    for name, buffer in model.named_non_persistent_buffers():
+        if buffer.numel() and _is_marked(buffer):
+            raise ConfigError(f"{type(model).__name__} has a buffer {name} that no checkpoint holds and nothing computes.")
+
+
+def _mark(dtype: torch.dtype) -> Any:
+    """What a buffer holds that was not filled."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _is_marked(buffer: Tensor) -> bool:
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        return bool(buffer.isnan().any())
+    return buffer.dtype != torch.bool and bool((buffer == torch.iinfo(buffer.dtype).max).any())
 
 
 def _allocate(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

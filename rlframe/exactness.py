@@ -1,0 +1,337 @@
+"""Is an architecture computed here as transformers computes it? Found out on a small float32 copy, before weights are loaded.
+
+The reference is the model's own forward with eager attention, one trajectory at a time. Compared are the log-probabilities of
+our forward (`rlframe.backbone`) for trajectories alone and packed, of lengths on both sides of every window, chunk and original
+context of the copy, under weights of several scales. Kernels are tried in turn; the first that is exact is used.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rlframe import attention
+from rlframe.config import ConfigError
+from rlframe.forward import Body, FinalLogits, PackedForward
+from rlframe.losses.base import LMHead
+from rlframe.small_copy import small_copies
+
+ALONE = 1e-4
+"""Largest difference of a log-probability, nats, between a trajectory alone and transformers' eager forward."""
+PACKED = 1e-5
+"""Largest difference of a log-probability, nats, between a trajectory packed with others and alone."""
+SCALES = (0.5, 1.25)
+"""Standard deviations of the random matrices, times 1 / sqrt(columns)."""
+LENGTHS = (13, 5, 29, 17)
+"""Tokens of the trajectories: below and above the windows, chunks and original context lengths of the copy. A long one comes before
+a shorter one, so that what a pass leaves behind shows."""
+MOST_PARAMETERS = 2e8
+"""A copy above this is not built."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a model is to be run."""
+
+    kernel: str
+    """Attention implementation of transformers, or ours."""
+    packs: bool
+    """Whether one pass can take several trajectories; otherwise each goes alone."""
+    final: FinalLogits
+    """What the model does to its logits."""
+    alone: float
+    """Largest difference to transformers found, nats."""
+    packed: float
+    """Largest difference of packed trajectories to the same alone, nats."""
+
+
+def examine(config: PreTrainedConfig, attn_implementation: str, trust_remote_code: bool = False) -> Verdict:
+    """Find the kernel that computes this architecture exactly, and whether trajectories may share a pass.
+
+    Args:
+        config: of the model to load; only a small copy of it is built, on the CPU.
+        attn_implementation: what the user asked for. ``sdpa`` may be replaced by our kernel or by ``eager``; one that does not
+            run on CPUs (flash kernels) is taken at its word where ``sdpa`` is exact.
+        trust_remote_code: build models from code that a folder ships.
+
+    Raises:
+        ConfigError: no copy can be built, or our forward differs from transformers' by more than `ALONE`; says the number.
+    """
+    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return _examine(_Keyed(key, config), attn_implementation, trust_remote_code)
+
+
+@dataclass(frozen=True)
+class _Keyed:
+    """A configuration that can be a key of a cache."""
+
+    key: str
+    config: Any = None
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keyed) and self.key == other.key
+
+
+@functools.lru_cache(maxsize=64)
+def _examine(keyed: _Keyed, attn_implementation: str, trust_remote_code: bool) -> Verdict:
+    config = keyed.config
+    name = config.architectures[0] if config.architectures else type(config).__name__
+    with _quiet():
+        small, reference = _reference(config, name, trust_remote_code)
+        final, small_final = _final_logits(config, small, reference, name)
+        found = None
+        for kernel in _kernels(small.get_text_config(), attn_implementation):
+            verdict = _compare(small, reference, kernel, small_final, trust_remote_code)
+            if verdict.alone <= ALONE and (found is None or verdict.packs):
+                found = verdict
+            if found is not None and found.packs:
+                break
+            worst = verdict
+    if found is None:
+        raise ConfigError(
+            f"{name} is not computed here as transformers computes it: log-probabilities of a small copy differ by up to "
+            f"{worst.alone:.2g} nats (allowed: {ALONE:g}), so it cannot be trained; choose another model, or another "
+            "model.attn_implementation."
+        )
+    if "flash" in attn_implementation or attn_implementation == "flex_attention":
+        return replace(found, kernel=attn_implementation, final=final)
+    return replace(found, final=final)
+
+
+def _kernels(config: PreTrainedConfig, asked: str) -> list[str]:
+    if asked == "eager":
+        return ["eager"]
+    if getattr(config, "attn_logit_softcapping", None):
+        return ["eager"]  # only eager caps, and a cap may be too high to show on a copy
+    return [attention.NAME, "sdpa", "eager"]
+
+
+def _reference(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tuple[PreTrainedConfig, PreTrainedModel]:
+    """The first small copy that transformers builds and runs, and its model with eager attention."""
+    reason = "no smaller configuration of it is valid"
+    for _, small in small_copies(config):
+        try:
+            with torch.device("meta"):
+                outline = _build(small, "eager", trust_remote_code)
+            count = sum(parameter.numel() for parameter in outline.parameters())
+            if count > MOST_PARAMETERS:
+                reason = f"its smallest copy has {count / 1e6:.0f} million parameters"
+                continue
+            model = _build(small, "eager", trust_remote_code)
+            _randomise(model, SCALES[0])
+            _logits(model, np.arange(LENGTHS[0]))
+            return small, model
+        except ConfigError:
+            raise
+        except Exception as error:  # architectures fail in their own ways; the last reason is reported
+            reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+    raise ConfigError(f"{name} cannot be checked against transformers, because no small copy of it runs ({reason}).")
+
+
+def _build(config: PreTrainedConfig, kernel: str, trust_remote_code: bool) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=torch.float32, attn_implementation=kernel, trust_remote_code=trust_remote_code
+    )
+    return model.requires_grad_(False).eval()
+
+
+def _randomise(model: PreTrainedModel, scale: float) -> None:
+    """Weights that depend on their names' order and ``scale`` alone: matrices N(0, scale^2 / columns), vectors a little off."""
+    generator = torch.Generator().manual_seed(0)
+    seen = set()
+    for parameter in model.parameters():
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.data.copy_(noise * scale / math.sqrt(parameter.shape[-1]))
+        else:
+            parameter.data.add_(noise * 0.1 * scale)
+    for embedding in {
+        id(m): m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None
+    }.values():
+        embedding.weight.data.mul_(2.0)
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, tokens: np.ndarray) -> Tensor:
+    """[T, V], what transformers gives."""
+    return model(input_ids=torch.from_numpy(tokens.astype("int64"))[None], use_cache=False).logits[0].float()
+
+
+def _trajectories(vocabulary: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(1, vocabulary, length) for length in LENGTHS]
+
+
+@torch.no_grad()
+def _compare(
+    config: PreTrainedConfig, reference: PreTrainedModel, kernel: str, final: FinalLogits, trust_remote_code: bool
+) -> Verdict:
+    """Differences of our forward under ``kernel``; infinite where it cannot run."""
+    trajectories = _trajectories(config.get_text_config().vocab_size)
+    alone = packed = 0.0
+    try:
+        model = _build(config, "sdpa" if kernel == attention.NAME else kernel, trust_remote_code)
+        if kernel == attention.NAME:
+            model.set_attn_implementation(kernel)
+        forward = PackedForward(Body(model, final), torch.device("cpu"))
+        for scale in SCALES:
+            _randomise(reference, scale)
+            model.load_state_dict(reference.state_dict())
+            for tokens in trajectories:
+                # A fresh copy: some rotary embeddings keep what a longer row left.
+                expected = _logits(copy.deepcopy(reference), tokens).log_softmax(-1)
+                alone = _worse(alone, _logprobs(forward, [tokens]), expected)
+    except Exception:  # a kernel that this architecture cannot use; each says so in its own way
+        return Verdict(kernel, False, final, math.inf, math.inf)
+    for scale in SCALES:
+        _randomise(model, scale)
+        packed = max(packed, _mixing(forward, trajectories))
+    return Verdict(kernel, packed <= PACKED, final, alone, packed)
+
+
+_TOGETHER = ((0, 1, 2, 3), (1, 1), (3, 0))
+"""Which trajectories share a pass."""
+
+
+def _mixing(forward: PackedForward, trajectories: list[np.ndarray]) -> float:
+    """Largest difference between trajectories packed and alone, in float64 where the model runs in it: rounding is no mixing."""
+    model = forward.body.model
+    try:
+        model.double()
+        return _mixing_now(forward, trajectories)
+    except RuntimeError:  # products of float32 and float64
+        model.float()
+        return _mixing_now(forward, trajectories)
+    finally:
+        model.float()
+
+
+def _mixing_now(forward: PackedForward, trajectories: list[np.ndarray]) -> float:
+    worst = 0.0
+    try:
+        alone = [_logprobs(forward, [tokens]) for tokens in trajectories]
+        for parts in _TOGETHER:
+            together = _logprobs(forward, [trajectories[i] for i in parts])
+            worst = _worse(worst, together, torch.cat([alone[i] for i in parts]))
+    except (ValueError, IndexError, TypeError, NotImplementedError):  # positions that restart are refused
+        return math.inf
+    return worst
+
+
+def _worse(worst: float, mine: Tensor, expected: Tensor) -> float:
+    """The larger of ``worst`` and the largest difference; NaN counts as infinite."""
+    difference = float((mine - expected).abs().max())
+    return max(worst, difference) if difference == difference else math.inf
+
+
+def _logprobs(forward: PackedForward, trajectories: list[np.ndarray]) -> Tensor:
+    """[N, V], log-probabilities of what follows each token, by our own forward."""
+
+    def consume(hidden: Tensor, head: LMHead) -> Tensor:
+        logits = (hidden @ head.weight.T + (0 if head.bias is None else head.bias)) * head.scale
+        return (logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)).log_softmax(-1)
+
+    return forward(np.concatenate(trajectories), np.array([len(each) for each in trajectories]), consume)
+
+
+@torch.no_grad()
+def _final_logits(
+    config: PreTrainedConfig, small: PreTrainedConfig, model: PreTrainedModel, name: str
+) -> tuple[FinalLogits, FinalLogits]:
+    """What the model's own forward does between the LM head and its logits: in the model itself, and in the copy.
+
+    The numbers are measured on the copy; which settings they are is looked up there and read from ``config``, whose sizes differ.
+
+    Raises:
+        ConfigError: it is neither a scale nor a soft cap of the head's product, or no setting explains the number.
+    """
+    tokens = torch.from_numpy(_trajectories(small.get_text_config().vocab_size)[2].astype("int64"))
+    _randomise(model, SCALES[-1])
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0].double()
+
+    def product(hidden: Tensor, head: LMHead) -> Tensor:
+        return hidden[0].double() @ head.weight.double().T + (0 if head.bias is None else head.bias.double())
+
+    raw = Body(copy.deepcopy(model), FinalLogits())(tokens[None], None, product)
+    settings, small_settings = _numbers(config.get_text_config()), _numbers(small.get_text_config())
+    for cap_name, cap in ((None, None), *((key, value) for key, value in small_settings.items() if value > 1)):
+        if cap is not None and not float(logits.abs().max()) < cap:
+            continue
+        inner = logits if cap is None else cap * torch.atanh(logits / cap)
+        factor = float((inner * raw).sum() / (raw * raw).sum())
+        mine = factor * raw if cap is None else cap * torch.tanh(factor * raw / cap)
+        if not float((mine.log_softmax(-1) - logits.log_softmax(-1)).abs().max()) <= ALONE * max(
+            1.0, float(logits.abs().max()) / 30
+        ):
+            continue
+        scale = _as_setting(factor, settings, small_settings)
+        if scale is not None:
+            return FinalLogits(scale, cap_name and settings[cap_name]), FinalLogits(factor, cap)
+    raise ConfigError(
+        f"{name} changes its logits after the LM head in a way that losses do not know (neither a scale nor a soft cap that its "
+        "configuration names), so it cannot be trained."
+    )
+
+
+_EXPRESSIONS: tuple[Callable[[float, float], float], ...] = (
+    lambda value, hidden: value,
+    lambda value, hidden: 1 / value,
+    lambda value, hidden: value / hidden,
+    lambda value, hidden: hidden / value,
+)
+"""How settings scale logits: as they are, inverted, or against the hidden size (muP)."""
+
+
+def _as_setting(factor: float, settings: dict[str, float], small: dict[str, float]) -> float | None:
+    """The factor of the model itself, given that of its small copy: 1, or an expression of a setting that is ``factor`` there."""
+    if abs(factor - 1) <= 1e-5:
+        return 1.0
+    for name, value in small.items():
+        for expression in _EXPRESSIONS:
+            if abs(expression(value, small.get("hidden_size", 1.0)) - factor) <= 1e-5 * abs(factor):
+                return expression(settings[name], settings.get("hidden_size", 1.0))
+    return None
+
+
+def _numbers(config: PreTrainedConfig) -> dict[str, float]:
+    """The positive numbers of a configuration, fractions and floats before sizes."""
+    items = [
+        (name, float(value))
+        for name, value in config.to_dict().items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    ]
+    return dict(sorted(items, key=lambda item: isinstance(config.to_dict()[item[0]], int)))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' remarks on a copy that nobody trains, and without a trace in the random generators."""
+    import warnings
+
+    logger: Callable[[str], logging.Logger] = logging.getLogger
+    level = logger("transformers").level
+    logger("transformers").setLevel(logging.ERROR)
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger("transformers").setLevel(level)
