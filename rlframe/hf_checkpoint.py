@@ -163,6 +163,22 @@ def to_checkpoint_names(model: PreTrainedModel, table: list[Any], tensors: dict[
     return revert_weight_conversion(model, tensors)
 
 
+def to_module_names(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The other way: tensors as the checkpoint stores them, renamed and joined as the modules of ``model`` hold them.
+
+    Raises:
+        ValueError: a tensor is none of this model's.
+    """
+    sources = _sources(model, list(tensors), model.state_dict(keep_vars=True))
+    if unknown := sorted(tensors.keys() - {key for source in sources.values() for key in source.keys}):
+        raise ValueError(f"The weight update does not fit the engine's model: unknown {unknown[:3]}.")
+    return {
+        target: tensor
+        for name, source in sources.items()
+        for target, tensor in _read_target(model, name, source, tensors.__getitem__)
+    }
+
+
 def write_folder(source: Path, destination: Path, groups: Iterable[dict[str, Tensor]]) -> None:
     """Write a Hugging Face folder: the source folder's config and tokenizer, and the given weights.
 

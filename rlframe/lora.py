@@ -20,10 +20,10 @@ from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlframe.adapter_targets import unfit
 from rlframe.config import ConfigError, LoraConfig
 from rlframe.seeding import normal_, uniform_
 
@@ -42,8 +42,8 @@ class Adapters:
         self._heads = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
         self._embeddings = {name for name, module in model.named_modules() if module is model.get_input_embeddings()}
         layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n not in self._heads}
-        self._more_than_linear = {name: type(module).__name__ for name, module in layers.items() if not is_linear(module)}
-        self._linears = [name for name in layers if name not in self._more_than_linear]
+        self._unfit = unfit(model, layers)
+        self._linears = [name for name in layers if name not in self._unfit]
 
     def linear_modules(self) -> dict[str, list[str]]:
         """Paths of the linear layers by what they are part of: ``attn``, ``mlp``, and ``unembed`` where the head is its own."""
@@ -142,11 +142,8 @@ class Adapters:
         else:
             chosen = {name for name in self._modules if any(_is_called(name, target) for target in targets)}
             unmatched = {target for target in targets if not any(_is_called(name, target) for name in chosen)}
-        if more := sorted(chosen & self._more_than_linear.keys()):
-            raise ConfigError(
-                f"lora.targets includes {more[0]}, but {self._more_than_linear[more[0]]} does more than multiply by its "
-                "weight, so an adapter cannot be added to what it returns; leave it out."
-            )
+        if found := sorted(chosen & self._unfit.keys()):
+            raise ConfigError(f"lora.targets includes {found[0]}, but {self._unfit[found[0]]}; leave it out.")
         if chosen & self._heads and value_head:
             raise ConfigError(
                 "lora.targets includes the LM head, which a session with a value head does not use; leave it out."
@@ -287,27 +284,6 @@ def _whole_shapes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, parameter in held:
             module.register_parameter(name, parameter)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a linear layer, or what derives from one, returns one tensor: a row of outputs for every row of inputs.
-
-    PEFT adds ``B A x`` to what the layer returns. Routers that derive from ``nn.Linear`` return tuples, grouped projections
-    take another shape; both would fail in the first forward pass.
-    """
-    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
-        return True
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    outline = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
-    wide, narrow = module.weight.shape  # type: ignore[union-attr,misc]
-    if isinstance(module, Conv1D):
-        wide, narrow = narrow, wide
-    rows = 7  # no number of groups or experts that a layer might divide by
-    try:
-        out = functional_call(module, outline, (torch.empty(rows, narrow, dtype=module.weight.dtype, device="meta"),))
-    except Exception:
-        return False
-    return isinstance(out, Tensor) and out.shape == (rows, wide)
 
 
 def _is_called(name: str, target: str) -> bool:

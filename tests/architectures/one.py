@@ -194,7 +194,10 @@ def engine(folder: Path, session: Session, kind: str) -> dict[str, Any]:
     tokens = torch.from_numpy(np.concatenate([prompt, completion.ids]).astype("int64"))
     with torch.no_grad():
         steps = [
-            served._model.module(input_ids=tokens[None, :end], use_cache=False).logits[0, -1].float().log_softmax(-1)[tokens[end]]
+            served._model.module(input_ids=tokens[None, :end], use_cache=False)
+            .logits[0, -1]
+            .float()
+            .log_softmax(-1)[tokens[end]]
             for end in range(len(prompt), len(tokens))
         ]
     return {

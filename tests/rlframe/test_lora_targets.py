@@ -22,6 +22,7 @@ def folders(tmp_path_factory):
         "llama4": Llama4TextConfig(**SHAPE, **LLAMA4, pad_token_id=0),
         "moe": Qwen3MoeConfig(**SHAPE | {"vocab_size": 61}, **MOE | {"moe_intermediate_size": 96}),
         "phimoe": AutoConfig.for_model("phimoe", **SHAPE, num_local_experts=4),
+        "falcon_mamba": AutoConfig.for_model("falcon_mamba", vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=8),
         "falcon": AutoConfig.for_model("falcon", vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
     }
     made = {}
@@ -32,28 +33,32 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("name", ["llama4", "phimoe", "falcon"])
+@pytest.mark.parametrize("name", ["llama4", "phimoe", "falcon", "falcon_mamba"])
 def test_all_linear_is_what_is_linear_and_trains(name, folders):
     backbone = load(folders[name], None, attn_implementation="eager")
     session = backbone.create_session("actor", spec(lora={"targets": "all-linear"}))
     named = {path.rpartition(".")[2] for path in session.adapter.layers}
-    assert "router" not in named
-    assert named >= ({"query_key_value", "dense_h_to_4h"} if name == "falcon" else {"q_proj", "o_proj"})
+    assert not named & {"router", "out_proj"}  # fused state-space kernels go around the output projection
+    assert name != "falcon_mamba" or "dt_proj" not in named  # it is never called, its weight is read
+    expected = {"falcon": {"query_key_value", "dense_h_to_4h"}, "falcon_mamba": {"in_proj", "x_proj"}}
+    assert named >= expected.get(name, {"q_proj", "o_proj"})
     session.forward_backward(make_batch(), Policy(), 1000)
     assert session.optim_step(0.1)["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
-    ("name", "targets", "router"),
+    ("name", "targets", "reason"),
     [
         ("llama4", ["q_proj", "router"], "Llama4Router"),
         ("llama4", r".*\.router", "Llama4Router"),
         ("phimoe", ["router"], "PhimoeTopKRouter"),
+        ("falcon_mamba", ["dt_proj"], "it reads its weight"),
+        ("falcon_mamba", ["out_proj"], "fused kernels"),
     ],
 )
-def test_a_router_that_returns_more_than_a_product_is_refused_on_the_outline(name, targets, router, folders):
+def test_what_no_adapter_can_be_added_to_is_refused_on_the_outline(name, targets, reason, folders):
     outline = Backbone.outline(folders[name], trainable=False)
-    with pytest.raises(ConfigError, match=f"{router} does more than multiply by its weight"):
+    with pytest.raises(ConfigError, match=reason):
         outline.create_session("actor", spec(lora={"targets": targets}))
 
 

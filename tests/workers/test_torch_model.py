@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from engine_support import alignment_error, prompt_of
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlframe.config import ConfigError
-from workers.rollout.engine import SamplingParams
+from workers.rollout.engine import SamplingParams, WeightUpdate
 from workers.rollout.torch_engine import TorchEngine
 
 SIZES = {
@@ -78,3 +79,25 @@ def test_lengths_at_which_rotary_positions_change_are_refused(tmp_path):
     folder_of("phi3", tmp_path)
     with pytest.raises(ConfigError, match=r"set rollout\.max_model_len to at most 64"):
         TorchEngine(str(tmp_path), max_model_len=65)
+
+
+def test_experts_that_travel_apart_are_put_together(tmp_path):
+    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **{**SIZES, **options})).eval()
+    model.save_pretrained(tmp_path / "model")
+    engine = TorchEngine(str(tmp_path / "model"), max_model_len=64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    model.save_pretrained(tmp_path / "moved")  # as transformers stores them: one tensor for every expert
+    stored = load_file(tmp_path / "moved" / "model.safetensors")
+    assert "model.layers.0.mlp.experts.3.down_proj.weight" in stored
+
+    async def run():
+        await engine.pause()
+        await engine.load_weights(WeightUpdate(1, "full", {name: tensor.numpy() for name, tensor in stored.items()}))
+        await engine.resume()
+        return await engine.generate(prompt_of(9), SamplingParams(max_new_tokens=12, logprobs=8, seed=0))
+
+    assert alignment_error(model, prompt_of(9), asyncio.run(run()), 1.0) < 1e-4

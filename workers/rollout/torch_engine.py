@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlframe.checksum import weights_checksum
+from rlframe.hf_checkpoint import to_module_names
 from workers.rollout.engine import Completion, EngineDeadError, PauseMode, SamplingParams, WeightUpdate
 from workers.rollout.torch_model import TorchModel
 from workers.rollout.weights import to_torch
@@ -136,8 +137,8 @@ class TorchEngine:
         return weights_checksum(held)
 
     def _load_base(self, tensors: dict[str, Tensor], mode: str) -> Iterable[Tensor]:
-        tied = {"lm_head.weight"} if self._model.module.config.tie_word_embeddings else set()
-        copy_parameters(self._base, {name: t for name, t in tensors.items() if name not in tied}, complete=mode == "full")
+        named = to_module_names(self._model.module, tensors)
+        copy_parameters(self._base, {name: t for name, t in named.items() if name in self._base}, complete=mode == "full")
         return self._base.values()
 
     def _load_adapter(self, tensors: dict[str, Tensor], adapter: dict | None) -> Iterable[Tensor]:
