@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlframe import attention
@@ -35,8 +35,8 @@ PACKED = 1e-5
 SCALES = (0.5, 1.25)
 """Standard deviations of the random matrices, times 1 / sqrt(columns)."""
 LENGTHS = (13, 5, 29, 17)
-"""Tokens of the trajectories: below and above the windows, chunks and original context lengths of the copy. A long one comes before
-a shorter one, so that what a pass leaves behind shows."""
+"""Tokens of the trajectories: below and above the windows, chunks and original context lengths of the copy. A long one comes
+before a shorter one, so that what a pass leaves behind shows."""
 MOST_PARAMETERS = 2e8
 """A copy above this is not built."""
 
@@ -169,10 +169,14 @@ def _randomise(model: PreTrainedModel, scale: float) -> None:
         embedding.weight.data.mul_(2.0)
 
 
+def _weight(layer: Any) -> Tensor:
+    return layer.weight
+
+
 @torch.no_grad()
 def _logits(model: PreTrainedModel, tokens: np.ndarray) -> Tensor:
-    """[T, V], what transformers gives."""
-    return model(input_ids=torch.from_numpy(tokens.astype("int64"))[None], use_cache=False).logits[0].float()
+    """[T, V], what transformers gives. By a fresh copy: some rotary embeddings keep what a longer row left."""
+    return copy.deepcopy(model)(input_ids=torch.from_numpy(tokens.astype("int64"))[None], use_cache=False).logits[0].float()
 
 
 def _trajectories(vocabulary: int) -> list[np.ndarray]:
@@ -196,8 +200,7 @@ def _compare(
             _randomise(reference, scale)
             model.load_state_dict(reference.state_dict())
             for tokens in trajectories:
-                # A fresh copy: some rotary embeddings keep what a longer row left.
-                expected = _logits(copy.deepcopy(reference), tokens).log_softmax(-1)
+                expected = _logits(reference, tokens).log_softmax(-1)
                 alone = _worse(alone, _logprobs(forward, [tokens]), expected)
     except Exception:  # a kernel that this architecture cannot use; each says so in its own way
         return Verdict(kernel, False, final, math.inf, math.inf)
@@ -212,8 +215,8 @@ _TOGETHER = ((0, 1, 2, 3), (1, 1), (3, 0))
 
 
 def _mixing(forward: PackedForward, trajectories: list[np.ndarray]) -> float:
-    """Largest difference between trajectories packed and alone, in float64 where the model runs in it: rounding is no mixing."""
-    model = forward.body.model
+    """Largest difference between trajectories packed and alone, in float64 where the model runs in it, without rounding."""
+    model: nn.Module = forward.body.model
     try:
         model.double()
         return _mixing_now(forward, trajectories)
@@ -258,14 +261,14 @@ def _final_logits(
 ) -> tuple[FinalLogits, FinalLogits]:
     """What the model's own forward does between the LM head and its logits: in the model itself, and in the copy.
 
-    The numbers are measured on the copy; which settings they are is looked up there and read from ``config``, whose sizes differ.
+    The numbers are measured on the copy; which settings they are is looked up there and read from ``config``.
 
     Raises:
         ConfigError: it is neither a scale nor a soft cap of the head's product, or no setting explains the number.
     """
     tokens = torch.from_numpy(_trajectories(small.get_text_config().vocab_size)[2].astype("int64"))
     _randomise(model, SCALES[-1])
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0].double()
+    logits = _logits(model, tokens.numpy()).double()
 
     def product(hidden: Tensor, head: LMHead) -> Tensor:
         return hidden[0].double() @ head.weight.double().T + (0 if head.bias is None else head.bias.double())
@@ -284,10 +287,10 @@ def _final_logits(
             continue
         scale = _as_setting(factor, settings, small_settings)
         if scale is not None:
-            return FinalLogits(scale, cap_name and settings[cap_name]), FinalLogits(factor, cap)
+            return FinalLogits(scale, settings[cap_name] if cap_name else None), FinalLogits(factor, cap)
     raise ConfigError(
-        f"{name} changes its logits after the LM head in a way that losses do not know (neither a scale nor a soft cap that its "
-        "configuration names), so it cannot be trained."
+        f"{name} changes its logits after the LM head in a way that losses do not know (neither a scale nor a soft cap that "
+        "its configuration names), so it cannot be trained."
     )
 
 
@@ -301,7 +304,7 @@ _EXPRESSIONS: tuple[Callable[[float, float], float], ...] = (
 
 
 def _as_setting(factor: float, settings: dict[str, float], small: dict[str, float]) -> float | None:
-    """The factor of the model itself, given that of its small copy: 1, or an expression of a setting that is ``factor`` there."""
+    """The factor of the model itself: 1, or the expression of a setting that in the small copy equals ``factor``."""
     if abs(factor - 1) <= 1e-5:
         return 1.0
     for name, value in small.items():

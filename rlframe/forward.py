@@ -22,7 +22,7 @@ from rlframe.packing import lay_out
 
 @dataclass(frozen=True)
 class FinalLogits:
-    """What a model does to the product of its LM head: logits = softcap(scale * (hidden W^T + b)), softcap(u) = c tanh(u / c)."""
+    """What a model does to the product z of its LM head: logits = c tanh(scale z / c), or scale z."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -62,10 +62,10 @@ class PackedForward:
         # Kernels that know several sequences in a row get a single one.
         self._one_row = kernel == attention.NAME or "flash" in kernel
         self._segments = attention.Segments()
-        self._dynamic = []
+        self._dynamic: list[Any] = []
         for module in model.modules():
             module.rlframe_segments = self._segments  # type: ignore[assignment]
-            if hasattr(module, "max_seq_len_cached") and hasattr(module, "original_inv_freq"):
+            if getattr(module, "rope_type", None) == "dynamic":
                 self._dynamic.append(module)
 
     def __call__(self, tokens: np.ndarray, lengths: np.ndarray, consume: Callable[[Tensor, LMHead], Any]) -> Any:
@@ -80,7 +80,7 @@ class PackedForward:
             What ``consume`` returned.
         """
         for module in self._dynamic:  # frequencies that grew with a long row would stay for the next, shorter one
-            module.inv_freq, module.max_seq_len_cached = module.original_inv_freq, module.original_max_seq_len
+            module.inv_freq, module.max_seq_len_cached = module.original_inv_freq.clone(), module.original_max_seq_len
         if self._one_row:
             self._segments.describe(lengths, self.device)
             starts = np.cumsum(lengths) - lengths

@@ -99,7 +99,7 @@ def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, dtype: torc
 
 
 def materialise(model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate this rank's shards, and fill the buffers that no checkpoint holds (rotary frequencies) as ``from_pretrained`` does.
+    """Allocate this rank's shards, and fill the buffers that no checkpoint holds (rotary frequencies) as transformers does.
 
     Tied parameters stay one parameter (``to_empty`` would part them). Buffers are marked first, so that one which nothing fills
     is found instead of being whatever the memory held.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
@@ -50,8 +50,8 @@ _SIZES = (
         _HEAD_DIM,
         "head_dim kv_channels attention_head_dim attention_head_size dim_head d_head swa_head_dim linear_head_dim "
         "qk_nope_head_dim v_head_dim q_lora_rank kv_lora_rank index_head_dim linear_key_head_dim linear_value_head_dim "
-        "hidden_size_per_layer_input laurel_rank state_size ssm_state_size mamba_d_state mamba_d_head mamba_head_dim mamba_headdim "
-        "mamba_n_heads mamba_num_heads o_lora_rank d_rel gated_norm_rank adapter_rank",
+        "hidden_size_per_layer_input laurel_rank state_size ssm_state_size mamba_d_state mamba_d_head mamba_head_dim "
+        "mamba_headdim mamba_n_heads mamba_num_heads o_lora_rank d_rel gated_norm_rank adapter_rank",
     ),
     (4, "qk_rope_head_dim rotary_dim mamba_dt_rank"),
     (2, "linear_num_key_heads index_n_heads mamba_n_groups n_groups"),
@@ -112,7 +112,7 @@ def _no_special_tokens(fields: Fields) -> None:
             fields[name] = 0
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -226,7 +226,7 @@ def _shrink_layers(fields: Fields) -> None:
         fields[name] = [values[i] for i in keep]
     for name in _LAYER_NUMBERS.split():
         if isinstance(fields.get(name), list) and (name not in lists or name == "moe_layers"):
-            numbers = lists.get(name, fields[name])
+            numbers: list[int] = fields[name] if name not in lists else list(lists[name])
             fields[name] = [keep.index(i) for i in numbers if i in keep] or [len(keep) - 1]
     if overrides:
         fields["per_layer_config"] = {str(keep.index(i)): value for i, value in overrides.items() if i in keep}
