@@ -79,6 +79,16 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(opened.keys(), files[0])
 
 
+def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Those of the tensors ``names`` that a folder has, in its dtypes."""
+    files, found = weight_files(folder), {}
+    for name in names:
+        if name in files:
+            with safe_open(files[name], framework="pt") as opened:
+                found[name] = opened.get_tensor(name)
+    return found
+
+
 def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
     """Fill the materialised parameters and persistent buffers of ``model`` from a folder.
 

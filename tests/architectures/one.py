@@ -144,7 +144,7 @@ def adapters(row: dict[str, Any], folder: Path) -> None:
     outline = Backbone.outline(str(folder), trainable=False)
     session = outline.create_session("a", spec("lora"))
     coverage = session.adapter.coverage(outline.model)
-    row["targets"] = sorted({name.rpartition(".")[2] for name in session.adapter.layers})
+    row["targets"] = sorted({name.removesuffix(".weight").rpartition(".")[2] for name in session.adapter.deltas()})
     row["share"], row["stacked"] = coverage.share, coverage.stacked
     if coverage.stacked:
         outline.delete_session("a")
