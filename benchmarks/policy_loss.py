@@ -61,8 +61,12 @@ class Problem:
         self.advantages = torch.randn(args.tokens, generator=generator)
         self.logprobs = torch.full((args.tokens,), -11.0)
         # The cost of a head does not depend on which ids it holds, only on how many.
-        self.head_ids = torch.randint(0, args.vocabulary, (args.tokens, args.head), generator=generator).int()
+        first = torch.randint(0, args.vocabulary, (args.tokens, 1), generator=generator)
+        apart = args.vocabulary // args.head * torch.arange(args.head)
+        self.head_ids = ((first + apart) % args.vocabulary).int()
+        inside = self.head_ids == self.tokens[:, None]
         self.head_logprobs = torch.log_softmax(torch.randn(args.tokens, args.head + 1, generator=generator), 1)[:, :-1]
+        self.head_logprobs = torch.where(inside, self.logprobs[:, None], self.head_logprobs)
 
     def full(self) -> Tensor:
         logprobs = torch.log_softmax(self.hidden @ self.weight.T, -1).gather(1, self.tokens[:, None]).squeeze(1)

@@ -67,7 +67,7 @@ async def sample(worker, prompts: list[Prompt], params: SamplingParams) -> tuple
     while done < len(prompts):
         collected = await worker.collect.remote(60.0)
         if collected.failures:
-            raise RuntimeError(collected.failures[0][1])
+            raise RuntimeError(collected.failures[0][1][0].reason)
         batches.append(collected.batch)
         done += len(collected.slots)
     return time.perf_counter() - begin, Batch.concat(batches), len(batches)

@@ -205,12 +205,12 @@ class RunningMean:
         return baseline
 
     def state_dict(self) -> dict[str, float]:
-        """Plain floats, for a checkpoint."""
-        return {"decay": self.decay, "total": self.total, "weight": self.weight}
+        """The past as plain floats, for a checkpoint; ``decay`` is a setting, not a state."""
+        return {"total": self.total, "weight": self.weight}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from `state_dict`."""
-        self.decay, self.total, self.weight = (float(state[name]) for name in ("decay", "total", "weight"))
+        """Continue from `state_dict` under the present ``decay``."""
+        self.total, self.weight = float(state["total"]), float(state["weight"])
 
 
 def compute_advantages(batch: Batch, algorithm: AlgorithmConfig, running_mean: RunningMean | None = None) -> None:

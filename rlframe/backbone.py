@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from rlframe.checksum import bit_sum
-from rlframe.config import ConfigError
+from rlframe.config import MODEL_DTYPES, ConfigError
 from rlframe.exactness import Verdict, examine
 from rlframe.forward import Body, PackedForward
 from rlframe.hf_checkpoint import conversions, load_weights, read_tensors, to_checkpoint_names
@@ -29,13 +29,14 @@ from rlframe.lora import Adapters, bare
 from rlframe.losses.base import LMHead
 from rlframe.model_setup import empty_model, materialise, named_blocks, read_config, recompute_activations, shard
 from rlframe.optim import local
+from rlframe.precision import full_precision
 from rlframe.ranks import Ranks
 from rlframe.sessions import Session, SessionSpec
 from rlframe.types import Batch
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in MODEL_DTYPES}
 
 
 class Backbone:
@@ -58,6 +59,7 @@ class Backbone:
         self._bit_sums: dict[tuple[frozenset[str], torch.dtype], int] = {}
 
     @classmethod
+    @full_precision()
     def load(
         cls,
         path: str,
@@ -86,7 +88,7 @@ class Backbone:
             ConfigError: no usable weights, a quantised model, an unknown dtype, or bfloat16 masters asked for without a mesh.
         """
         if dtype not in DTYPES:
-            raise ConfigError(f"model.dtype is {dtype!r}; choose float32 or bfloat16.")
+            raise ConfigError(f"model.dtype is {dtype!r}; choose {' or '.join(DTYPES)}.")
         if trainable and mesh is None and dtype != "float32":
             raise ConfigError("Training all weights in bfloat16 needs a device mesh (of one rank, if need be), or float32.")
         ranks = Ranks.of(mesh)

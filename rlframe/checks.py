@@ -10,18 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from rlframe.config import AlgorithmConfig, Config, ConfigError, OptimConfig, serves_other_weights
-from rlframe.engine_checks import check_engine
+from rlframe.config import (
+    ENGINE_DTYPES,
+    MODEL_DTYPES,
+    PROMPT_FILES,
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    OptimConfig,
+    serves_other_weights,
+)
+from rlframe.engine_checks import SEEDS, check_engine
+from rlframe.task_checks import GENERATED_TASKS, check_task, unused_by_task
 
-POLICY_LOSSES = ("reinforce", "dis", "ppo_clip", "cispo")
 ROLLOUT_IS = ("token", "sequence")
 ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "sglang", "torch")
-DTYPES = ("float32", "bfloat16", "float16")
-PROMPT_FILES = ("jsonl", "parquet")
-GENERATED_TASKS = ("arithmetic", "countdown", "wordle", "reasoning_gym")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
 """Formats of ``rollout.quantize``."""
+REWARD_SETTINGS = ("reward_workers", "reward_timeout_s", "reward_startup_timeout_s", "reward_memory_mb", "on_reward_failure")
+"""Settings of ``task.reward``, which generated tasks do without."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
 """Names that architectures give to the output projection."""
 
@@ -36,6 +44,7 @@ def check(config: Config) -> None:
         _names,
         _ranges,
         _sources,
+        check_task,
         _sampling,
         _algorithm,
         _score_centering,
@@ -66,8 +75,9 @@ def unused(config: Config) -> dict[str, str]:
         (
             config.task.name in GENERATED_TASKS and config.task.name != "reasoning_gym",
             f"with task.name={config.task.name}, which rewards answers itself",
-            [f"task.{key}" for key in ("reward_workers", "reward_timeout_s", "reward_memory_mb", "on_reward_failure")],
+            [f"task.{key}" for key in REWARD_SETTINGS],
         ),
+        *unused_by_task(config.task),
         (
             config.rollout.engine != "sglang",
             f"with rollout.engine={config.rollout.engine}",
@@ -116,8 +126,10 @@ def _names(config: Config) -> None:
     _one_of("cluster.device", config.cluster.device, ("auto", "cpu", "cuda"))
     _one_of("task.on_reward_failure", config.task.on_reward_failure, ("raise", "drop", "zero"))
     _one_of("log.wandb", config.log.wandb, ("auto", "online", "offline", "disabled"))
-    for key, dtype in (("model.dtype", config.model.dtype), ("rollout.dtype", config.rollout.dtype)):
-        _one_of(key, dtype, DTYPES)
+    _one_of("model.dtype", config.model.dtype, MODEL_DTYPES)
+    _one_of("rollout.dtype", config.rollout.dtype, ENGINE_DTYPES)
+    for key in ("name", "run_dir"):
+        _refuse(not getattr(config, key).strip(), f"{key} is empty; give it a value.")
 
 
 def _at_least(config: Config, low: float, keys: str) -> None:
@@ -134,7 +146,7 @@ def _ranges(config: Config) -> None:
         1,
         "steps batch_size algorithm.rollouts_per_prompt rollout.workers rollout.max_new_tokens rollout.max_model_len "
         "rollout.max_concurrency rollout.tensor_parallel_size actor.ranks actor.lora.rank actor.micro_batch_tokens "
-        "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble eval.size checkpoint.keep_last "
+        "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble checkpoint.keep_last "
         "task.reward_workers log.rollouts_tokens server.max_rank server.max_models server.max_loras server.max_request_mb",
     )
     _at_least(
@@ -146,6 +158,7 @@ def _ranges(config: Config) -> None:
         "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb "
         "rollout.weight_noise server.port",
     )
+    _refuse(config.seed >= SEEDS, f"seed={config.seed} is out of range; it must be below 2**32.")
     memory = config.task.reward_memory_mb
     _refuse(
         memory is not None and memory < 32,
@@ -153,6 +166,7 @@ def _ranges(config: Config) -> None:
     )
     for key, seconds in (
         ("task.reward_timeout_s", config.task.reward_timeout_s),
+        ("task.reward_startup_timeout_s", config.task.reward_startup_timeout_s),
         ("rollout.timeout_s", config.rollout.timeout_s),
         ("cluster.startup_timeout_s", config.cluster.startup_timeout_s),
         ("server.idle_timeout_s", config.server.idle_timeout_s),
@@ -160,6 +174,13 @@ def _ranges(config: Config) -> None:
         ("cluster.watchdog_s", config.cluster.watchdog_s),
     ):
         _refuse(not seconds > 0, f"{key}={seconds} is out of range; it must be above 0.")
+    share, limit, watchdog = config.eval.max_failed, config.rollout.timeout_s, config.cluster.watchdog_s
+    _refuse(not 0 <= share <= 1, f"eval.max_failed={share} is out of range; it must be a share, from 0 to 1.")
+    _refuse(
+        limit >= watchdog,
+        f"rollout.timeout_s={limit:g} lets one episode take as long as cluster.watchdog_s={watchdog:g} lets a run stand still; "
+        "raise cluster.watchdog_s above it.",
+    )
     every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
     _refuse(
         keep_every > 0 and every > 0 and keep_every % every != 0,
@@ -202,6 +223,12 @@ def _sampling(config: Config) -> None:
         f"rollout.temperature={r.temperature} cannot be trained on, since the logits are divided by it; it must be above 0.",
     )
     _refuse(not 0 < r.top_p <= 1, f"rollout.top_p={r.top_p} is out of range; it must be above 0 and at most 1.")
+    for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0)):
+        _refuse(
+            value != neutral,
+            f"rollout.{key}={value} makes the sampler renormalise over the tokens that it kept and the trainer knows only the "
+            f"whole vocabulary, so every ratio of the two would be off by the mass that was kept; set rollout.{key}={neutral}.",
+        )
     _refuse(
         r.max_new_tokens >= r.max_model_len,
         f"rollout.max_new_tokens={r.max_new_tokens} leaves no room for a prompt in rollout.max_model_len={r.max_model_len}; "
@@ -219,15 +246,18 @@ def check_algorithm(a: AlgorithmConfig) -> None:
     Raises:
         ConfigError: one sentence, as `check` would say it.
     """
+    from rlframe.losses.rules import POLICY_LOSSES  # needs torch, and this function
+
     _one_of("algorithm.policy_loss", a.policy_loss, POLICY_LOSSES)
     _one_of("algorithm.rollout_is", a.rollout_is, ROLLOUT_IS, optional=True)
     _correction(a)
     if a.score_centering:
         on, off = "algorithm.score_centering=true", "set algorithm.score_centering=false"
+        centred = [name for name, make in POLICY_LOSSES.items() if make(a).centering is not None]
         _refuse(
-            a.policy_loss == "ppo_clip",
-            f"{on} needs a weight that does not depend on the advantage and algorithm.policy_loss=ppo_clip clips by its sign; "
-            f"choose algorithm.policy_loss=reinforce, dis or cispo, or {off}.",
+            a.policy_loss not in centred,
+            f"{on} needs a weight that depends on a token's ratio alone and algorithm.policy_loss={a.policy_loss} has none; "
+            f"choose algorithm.policy_loss={', '.join(centred)}, or {off}.",
         )
         _refuse(
             a.rollout_is == "sequence",
@@ -273,20 +303,10 @@ def _correction(a: AlgorithmConfig) -> None:
 
 
 def _score_centering(config: Config) -> None:
-    a, r = config.algorithm, config.rollout
-    if not a.score_centering:
-        return
-    on = "algorithm.score_centering=true"
-    off = "set algorithm.score_centering=false"
-    for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0)):
-        _refuse(
-            value != neutral,
-            f"{on} needs the sampler's log-probabilities over the full vocabulary and rollout.{key}={value} cuts it; "
-            f"set rollout.{key}={neutral}, or {off}.",
-        )
     _refuse(
-        r.head_size < 1,
-        f"{on} needs the sampler's heads and rollout.head_size=0 asks for none; raise rollout.head_size, or {off}.",
+        config.algorithm.score_centering and config.rollout.head_size < 1,
+        "algorithm.score_centering=true needs the sampler's heads and rollout.head_size=0 asks for none; "
+        "raise rollout.head_size, or set algorithm.score_centering=false.",
     )
 
 

@@ -9,6 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+MODEL_DTYPES = ("float32", "bfloat16")
+"""What the trainer computes in; float16 would need loss scaling."""
+ENGINE_DTYPES = (*MODEL_DTYPES, "float16")
+"""What an engine's weights may be, and what weights travel as."""
+
 
 class ConfigError(ValueError):
     """A setting, or a pair of settings, that is refused; the message is one sentence for the user."""
@@ -27,7 +32,7 @@ class ModelConfig:
     build: dict[str, Any] = field(default_factory=dict)
     """Arguments of the builder."""
     dtype: str = "float32"
-    """Dtype of the trainer's forward and backward; master weights and optimiser are always float32."""
+    """``float32`` or ``bfloat16``, of the trainer's forward and backward; master weights and optimiser are always float32."""
     attn_implementation: str = "sdpa"
     """Attention kernel of transformers."""
     trust_remote_code: bool = False
@@ -43,22 +48,34 @@ class TaskConfig:
     train: Optional[str] = None
     """File of training prompts (jsonl, parquet)."""
     eval: Optional[str] = None
-    """File of held-out prompts; without one, ``eval.size`` problems are held out from ``train``."""
+    """File of held-out prompts, used whole where ``eval.size`` is null; without one, problems are held out from ``train``."""
     reward: Optional[str] = None
     """Reward function of a prompt file: ``module:function`` (the current directory is searched, too), or ``math``."""
     reward_workers: int = 2
     """Processes that run the reward function, for each rollout worker."""
     reward_timeout_s: float = 30.0
     """Longest time that one call of the reward function may take."""
+    reward_startup_timeout_s: float = 60.0
+    """Longest time that importing the reward function may take."""
     reward_memory_mb: Optional[int] = None
     """Most memory that a process of the reward function may allocate; null: no limit."""
     on_reward_failure: str = "raise"
     """When the reward function fails, hangs, crashes or returns no finite number: ``raise`` ends the run, ``drop`` leaves
     the rollout out (0 in an evaluation), ``zero`` rewards it with 0."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: a string, or chat messages."""
+    """Column that holds the prompt: a string, or chat messages (a list, or one written as JSON)."""
+    tools_key: Optional[str] = "tools"
+    """Column of a chat's tools (JSON schemas), which the chat template renders, where there is one; null: none are rendered."""
     chat_template: Optional[bool] = None
     """Render string prompts through the tokenizer's chat template; null: only chat messages are rendered."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as ``enable_thinking: false``."""
+    last_assistant: str = "refuse"
+    """Chats whose last message is the assistant's: ``refuse`` them, ``drop`` that message (the row keeps it as ``reference``),
+    or ``continue`` it."""
+    stop: list[Any] = field(default_factory=list)
+    """More tokens that end an answer, by text or number, beside those of the tokenizer, the model's files and the end of a turn
+    in the chat template."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment."""
 
@@ -116,9 +133,9 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = 1.0
-    """Nucleus mass."""
+    """Nucleus mass; only 1, since the tokens that a smaller one keeps do not travel with a trajectory."""
     top_k: int = 0
-    """Sample among the k likeliest tokens only; 0 means all."""
+    """Sample among the k likeliest tokens only; only 0, which means all, for the same reason."""
     head_size: int = 128
     """k of the top-k log-probabilities returned for every token, capped at the vocabulary; used with score centering."""
     max_new_tokens: int = 64
@@ -134,7 +151,7 @@ class RolloutConfig:
     """What happens to requests in flight when new weights arrive: ``keep`` (frozen, then on under the new weights) or
     ``abort`` (ended, and re-issued with what they had sampled)."""
     dtype: str = "float32"
-    """Dtype of the engine's weights."""
+    """``float32``, ``bfloat16`` or ``float16``, of the engine's weights."""
     quantize: Optional[str] = None
     """Round what is served to ``int8``, ``int4``, ``int3`` or ``fp8`` per output channel: a stand-in for a low-precision
     engine. Held-out problems are then answered by one more engine, under the actor's own weights."""
@@ -217,7 +234,8 @@ class ActorConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimiser."""
     frozen_patterns: list[str] = field(default_factory=list)
-    """Parameters whose name contains one of these do not train."""
+    """Parameters whose name contains one of these do not train; ``all-attention``: those of every layer through which tokens
+    see each other, whatever the architecture calls it."""
     micro_batch_tokens: int = 16384
     """Most tokens of one forward and backward pass on one rank."""
     activation_checkpointing: bool = False
@@ -249,11 +267,12 @@ class CriticConfig:
     clip_range: Optional[float] = None
     """Clip of the new value around the old one; null: none."""
     frozen_patterns: list[str] = field(default_factory=list)
-    """Parameters whose name contains one of these do not train."""
+    """Parameters whose name contains one of these do not train; ``all-attention``: those of every layer through which tokens
+    see each other, whatever the architecture calls it."""
     ensemble: int = 1
     """Critics whose values are averaged; each is one adapter."""
     per_env: bool = False
-    """One critic for each environment."""
+    """One critic for each environment of the run; a trajectory of any other environment is an error."""
 
 
 @dataclass
@@ -268,8 +287,14 @@ class ClusterConfig:
     startup_timeout_s: float = 600.0
     """Longest time the engines and ranks may take to start."""
     watchdog_s: float = 900.0
-    """Longest time that a step may wait for one thing; at half of it a sentence says what waits for what, at all of it the run
-    ends with a dump."""
+    """Longest time without progress: no rollout ends and no part of a step does. At half of it a sentence says what waits for
+    what, at all of it the run ends with a dump."""
+
+
+PROMPT_FILES = ("jsonl", "parquet")
+"""Tasks that read ``task.train`` and ``task.eval``."""
+HELD_OUT = 256
+"""Held-out problems where nothing says how many."""
 
 
 @dataclass
@@ -278,10 +303,12 @@ class EvalConfig:
 
     every: int = 20
     """Steps between evaluations; 0: only before the first step and after the last."""
-    size: int = 256
-    """Held-out problems."""
+    size: Optional[int] = None
+    """Held-out problems; null: all of ``task.eval``, or 256 without one."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
+    max_failed: float = 0.1
+    """Largest share of the held-out episodes that may fail; they are left out of the mean. More of them end the run."""
 
 
 @dataclass
@@ -297,7 +324,8 @@ class CheckpointConfig:
     keep_best: int = 1
     """Checkpoints with the highest held-out reward that are kept; only those of steps with an evaluation have one."""
     max_failures: int = 3
-    """Times that a run starts again by itself from its last checkpoint after a learner rank has died."""
+    """Times that a run starts again by itself from its last checkpoint after a process that it needs has died, counted anew
+    from each new checkpoint; one that cannot even start ends the run."""
 
 
 @dataclass
@@ -356,7 +384,7 @@ class Config:
     name: str = "run"
     """Name of the run."""
     run_dir: str = "runs/${name}"
-    """Run directory."""
+    """Run directory; ``${name}`` stands for the name."""
     seed: int = 0
     """Seed of data order, adapters and, where the engine allows it, sampling."""
     steps: int = 100
@@ -380,14 +408,24 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
+    def __post_init__(self) -> None:
+        """``runs/${name}`` follows the name without Hydra, too."""
+        self.run_dir = self.run_dir.replace("${name}", self.name)
 
-def critic_names(config: Config) -> tuple[str, ...]:
-    """Names of the critic sessions; none where the advantage needs no critic."""
+
+def critic_names(config: Config, environments: int = 1) -> tuple[str, ...]:
+    """Names of the critic sessions; none where the advantage needs no critic, one per environment with ``critic.per_env``."""
     if config.algorithm.advantage != "gae":
         return ()
-    if config.critic.per_env:
-        return (config.task.name,)
-    return tuple(f"critic_{i}" for i in range(config.critic.ensemble))
+    count = environments if config.critic.per_env else config.critic.ensemble
+    return tuple(f"critic_{i}" for i in range(count))
+
+
+def eval_size(config: Config) -> int | None:
+    """Number of held-out problems; None: all rows of ``task.eval``."""
+    if config.eval.size is None and config.task.eval is not None and config.task.name in PROMPT_FILES:
+        return None
+    return HELD_OUT if config.eval.size is None else config.eval.size
 
 
 def serves_other_weights(rollout: RolloutConfig) -> bool:

@@ -135,7 +135,7 @@ def _reference(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> 
                 continue
             model = _build(small, "eager", trust_remote_code)
             _randomise(model, SCALES[0])
-            _logits(model, np.arange(LENGTHS[0]))
+            _logits(model, np.arange(LENGTHS[0]) % small.get_text_config().vocab_size)
             return small, model
         except ConfigError:
             raise
@@ -164,10 +164,8 @@ def _randomise(model: PreTrainedModel, scale: float) -> None:
             parameter.data.copy_(noise * scale / math.sqrt(parameter.shape[-1]))
         else:
             parameter.data.add_(noise * 0.1 * scale)
-    for embedding in {
-        id(m): m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None
-    }.values():
-        embedding.weight.data.mul_(2.0)
+    for weight in {id(w): w for w in map(_weight, (model.get_input_embeddings(), model.get_output_embeddings()))}.values():
+        weight.data.mul_(2.0)
 
 
 def _weight(layer: Any) -> Tensor:

@@ -33,7 +33,7 @@ def seal(path: Path) -> Entry:
 def replace(path: Path, text: str) -> None:
     """Give ``path`` a new content in one step: a reader finds the old or the new one, also after a crash."""
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text(text)
+    temporary.write_text(text, "utf-8")
     seal(temporary)
     os.replace(temporary, path)
     sync_folder(path.parent)

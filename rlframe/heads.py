@@ -16,7 +16,13 @@ MASS_TOLERANCE = 1e-4
 
 
 def head_fault(
-    tokens: np.ndarray, logprobs: np.ndarray, head_ids: np.ndarray, head_logprobs: np.ndarray
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    head_ids: np.ndarray,
+    head_logprobs: np.ndarray,
+    *,
+    required: bool = False,
+    likeliest: bool = True,
 ) -> tuple[int, str] | None:
     """Why heads cannot be the top-k of the distributions that their tokens were sampled from.
 
@@ -25,6 +31,8 @@ def head_fault(
         logprobs: float[A], their log-probabilities, nats.
         head_ids: int[A, k]
         head_logprobs: float[A, k], -inf in padded entries.
+        required: whether a row of padded entries alone is a fault.
+        likeliest: whether heads hold the likeliest tokens; the formulas hold for any tokens chosen before y was sampled.
 
     Returns:
         A faulty row and what is wrong with it, as the end of a sentence; None if nothing is.
@@ -37,8 +45,10 @@ def head_fault(
     sampled = (head_ids == tokens[:, None]) & ~padded
     gap = np.where(sampled, np.abs(head_logprobs - logprobs[:, None]), 0).max(axis=1, initial=0)
     least = np.where(padded, np.inf, head_logprobs).min(axis=1, initial=np.inf)
-    outside = ~sampled.any(axis=1) & ~padded.all(axis=1)
+    outside = ~sampled.any(axis=1) & ~padded.all(axis=1) & likeliest
     faults = (
+        (padded.all(axis=1) & required, "has no head"),
+        (((head_ids < 0) & ~padded).any(axis=1), "has a token id below 0 in head_ids"),
         (improper.any(axis=1), "has an entry of head_logprobs that is no log-probability"),
         ((ids[:, 1:] == ids[:, :-1]).any(axis=1), "has a token twice in head_ids"),
         (mass > 1 + MASS_TOLERANCE, "has head_logprobs whose probabilities sum to more than 1"),

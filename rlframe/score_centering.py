@@ -78,10 +78,7 @@ def check_heads(batch: Batch, rows: np.ndarray) -> None:
     if not len(rows):
         return
     ids, logprobs = batch.head_ids[rows], batch.head_logprobs[rows]
-    found = head_fault(batch.tokens[rows], batch.logprobs[rows], ids, logprobs)
-    if found is None:
-        missing = ~(logprobs > -np.inf).any(axis=1)
-        found = (int(np.argmax(missing)), "has no head") if missing.any() else None
+    found = head_fault(batch.tokens[rows], batch.logprobs[rows], ids, logprobs, required=True)
     if found is not None:
         row = int(rows[found[0]])
         b = int(np.searchsorted(batch.offsets, row, side="right")) - 1

@@ -139,7 +139,7 @@ def _open(session: Session, mine: dict[str, Any], directory: Path) -> tuple[dict
 def _restore(session: Session, stored: _Stored) -> None:
     trainables = {t.name: t for t in session.trainables}
     for name, parameter in session.named_parameters():
-        rows = session.backbone.ranks.rows(parameter.shape[0]) if isinstance(parameter, DTensor) else slice(None)
+        rows = session.backbone.ranks.rows(parameter.shape[0]) if isinstance(parameter, DTensor) else None
         t = trainables.get(name)
         target = t.master if t is not None else local(parameter.detach())
         with torch.no_grad():
@@ -151,11 +151,11 @@ def _restore(session: Session, stored: _Stored) -> None:
                 _load_moments(t, stored, rows)
 
 
-def _load_moments(t: Trainable, stored: _Stored, rows: slice) -> None:
+def _load_moments(t: Trainable, stored: _Stored, rows: slice | None) -> None:
     exp_avg, exp_avg_sq, step = t.moments()
     exp_avg.copy_(stored.read(f"exp_avg/{t.name}", rows))
     exp_avg_sq.copy_(stored.read(f"exp_avg_sq/{t.name}", rows))
-    step.copy_(stored.read(f"step/{t.name}", slice(None)))
+    step.copy_(stored.read(f"step/{t.name}"))
 
 
 def _read_description(session: Session, mine: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -186,10 +186,12 @@ class _Stored:
     def __contains__(self, key: str) -> bool:
         return key in self._where
 
-    def read(self, key: str, rows: slice) -> Tensor:
+    def read(self, key: str, rows: slice | None = None) -> Tensor:
+        """A tensor, or the given rows of it; None: all of them, however many ranks wrote them."""
         files = self._where[key]
-        if rows == slice(None) and len(files) == 1:
-            return files[0].get_tensor(key)
+        if rows is None:
+            whole = [file.get_tensor(key) for file in files]
+            return whole[0] if len(whole) == 1 else torch.cat(whole)
         parts: list[Tensor] = []
         first = 0
         for file in files:

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from rlframe import session_export, session_io
+from rlframe.alignment import last_rows
 from rlframe.config import ConfigError, LoraConfig, OptimConfig
+from rlframe.lora import bare
 from rlframe.losses.base import LMHead, Loss, LossInputs, LossOutputs
 from rlframe.metrics import Metrics
 from rlframe.optim import (
@@ -30,8 +32,11 @@ from rlframe.optim import (
     learning_rate,
     reduce_gradients,
 )
+from rlframe.precision import full_precision
 from rlframe.session_io import Snapshot
+from rlframe.token_mixers import ALL_ATTENTION, token_mixers
 from rlframe.types import Batch
+from rlframe.validation import check_offsets, check_vocabulary
 from rlframe.value_head import ValueHead
 
 if TYPE_CHECKING:
@@ -49,7 +54,7 @@ class SessionSpec:
     value_head: bool = False
     """Whether losses can ask for values."""
     frozen_patterns: list[str] = field(default_factory=list)
-    """Parameters whose name contains one of these do not train."""
+    """Parameters whose name contains one of these do not train; ``all-attention`` stands for those of every token mixer."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimiser."""
     seed: int = 0
@@ -82,7 +87,11 @@ class Session:
             self.adapter = backbone.adapters.create(lora, seed=spec.seed, value_head=spec.value_head)
         self.value_head = self._fresh_value_head() if spec.value_head else None
         self.trainables: list[Trainable] = []
+        self._mixers: tuple[str, ...] = ()
+        """Prefixes of the parameters of token mixers, where those are frozen."""
         try:
+            if ALL_ATTENTION in spec.frozen_patterns:
+                self._mixers = tuple(f"{bare(path)}." for path in token_mixers(backbone.model))
             self.trainables = [Trainable(name, parameter) for name, parameter in self._unfrozen()]
         except ConfigError:
             self.close()
@@ -116,12 +125,14 @@ class Session:
         return lora.alpha / lora.rank if self.spec.kind == "lora" else 1.0
 
     def _is_frozen(self, name: str) -> bool:
-        return any(pattern in name for pattern in self.spec.frozen_patterns)
+        patterns = [pattern for pattern in self.spec.frozen_patterns if pattern != ALL_ATTENTION]
+        return any(pattern in name for pattern in patterns) or bare(name).startswith(self._mixers)
 
     def _unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         named = list(self.named_parameters())
         for pattern in self.spec.frozen_patterns:
-            if not any(pattern in name for name, _ in named):
+            # An adapter without factors there leaves attention as it is, too.
+            if pattern != ALL_ATTENTION and not any(pattern in name for name, _ in named):
                 raise ConfigError(f"frozen_patterns has {pattern!r}, but no parameter of the session contains it in its name.")
         kept = [(name, p) for name, p in named if not self._is_frozen(name)]
         if not kept:
@@ -213,6 +224,7 @@ class Session:
         self.zero_grad()
         self.revision += 1
 
+    @full_precision()
     def export(self, directory: str, merged: bool) -> None:
         """Write a folder for other tools, without value head: a PEFT adapter, or with ``merged`` a whole Hugging Face model.
 
@@ -227,6 +239,7 @@ class Session:
             raise ConfigError(f"Session {self.name!r} trains all weights, so it has no adapter.")
         return self.adapter.export_config()
 
+    @full_precision()
     def sampler_tensors(self, mode: str, dtype: str) -> dict[str, Tensor]:
         """What a sampler needs to serve this session's policy; whole CPU tensors on rank 0, empty elsewhere.
 
@@ -237,6 +250,7 @@ class Session:
         """
         return session_export.sampler_tensors(self, mode, getattr(torch, dtype))
 
+    @full_precision()
     def sampler_checksum(self, mode: str, dtype: str) -> str:
         """`rlframe.checksum.weights_checksum` of everything that a sampler then serves, the same on all ranks.
 
@@ -255,6 +269,7 @@ class Session:
     def _active(self) -> AbstractContextManager[None]:
         return self.adapter.active() if self.adapter is not None else nullcontext()
 
+    @full_precision()
     def _pass(self, batch: Batch, loss: Loss, micro_batch_tokens: int, *, train: bool) -> LossOutputs:
         backbone = self.backbone
         outputs: list[LossOutputs] = []
@@ -298,11 +313,12 @@ class Session:
             return [], ConfigError(f"Session {self.name!r} has no value head, which this loss needs.")
         if not len(batch):
             return [], None
-        vocabulary = self.backbone.model.config.get_text_config().vocab_size
-        if batch.num_tokens and not 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < vocabulary:
-            return [], ValueError(f"The batch has a token id outside of the model's vocabulary of {vocabulary}.")
-        if not batch.lengths.all():
-            return [], ValueError("The batch has a trajectory without tokens.")
+        try:
+            check_offsets(batch)
+            check_vocabulary(batch, self.backbone.model.config.get_text_config().vocab_size, context=True)
+            last_rows(batch)
+        except (ValueError, IndexError) as error:
+            return [], error
         return batch.micro_batches(micro_batch_tokens if self.backbone.packs else 1), None
 
 

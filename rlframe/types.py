@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rlframe.heads import head_fault
+from rlframe.heads import MASS_TOLERANCE, head_fault
 
 Finish = Literal["stop", "length", "abort", "error"]
 FINISHES: tuple[str, ...] = get_args(Finish)
@@ -131,7 +131,7 @@ def _check_trajectory(t: Trajectory) -> None:
     actions = t.logprobs[t.action_mask]
     if not np.isfinite(actions).all():
         raise ValueError(f"{t.name}: logprobs has a missing or non-finite value on an action token.")
-    if len(actions) and actions.max() > 1e-4:
+    if len(actions) and actions.max() > MASS_TOLERANCE:
         raise ValueError(f"{t.name}: logprobs has a positive value ({actions.max():.4g}) on an action token.")
     if t.head_ids.shape[1] and len(actions):
         rows = np.flatnonzero(t.action_mask)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlframe.heads import MASS_TOLERANCE
 from rlframe.types import Batch
 
 
@@ -22,12 +23,28 @@ def check_batch(batch: Batch) -> None:
         raise ValueError(f"The batch of {len(batch)} trajectories has no action token: action_mask is False everywhere.")
 
 
+def check_offsets(batch: Batch) -> None:
+    """Refuse offsets that do not cut the rows into trajectories one after the other.
+
+    Raises:
+        ValueError: they do not begin at 0, or one is lower than the one before it; the trajectory is named.
+    """
+    offsets = batch.offsets
+    if offsets.ndim != 1 or not len(offsets) or offsets[0] != 0:
+        raise ValueError(f"offsets must be a list of rows that begins at 0, not {np.array2string(offsets, threshold=8)}.")
+    if (batch.lengths < 0).any():
+        b = int(np.argmax(batch.lengths < 0))
+        raise ValueError(f"{batch.name(b)}: offsets go down from {offsets[b]} to {offsets[b + 1]}.")
+
+
 def check_rows(batch: Batch, hidden_rows: int, *learner: str) -> None:
     """Refuse arrays that do not have one row per token.
 
     Raises:
-        ValueError: a per-token array or the hidden states have another number of rows, or a learner array is missing.
+        ValueError: a per-token array or the hidden states have another number of rows, a learner array is missing, or
+            offsets go down.
     """
+    check_offsets(batch)
     n = batch.num_tokens
     if hidden_rows != n:
         raise ValueError(f"hidden has {hidden_rows} rows, but the batch has {n} tokens.")
@@ -39,16 +56,37 @@ def check_rows(batch: Batch, hidden_rows: int, *learner: str) -> None:
             raise ValueError(f"{name} has shape {array.shape}, but the batch has {n} tokens.")
 
 
-def check_vocabulary(batch: Batch, size: int) -> None:
-    """Refuse action tokens that the output layer does not have.
+def check_vocabulary(batch: Batch, size: int, *, context: bool = False) -> None:
+    """Refuse action tokens, and heads of them, that the output layer does not have; with ``context`` all other tokens, too.
 
     Raises:
-        ValueError: an action token is outside of [0, size).
+        ValueError: a token, or an entry of a head that is not padded, is outside of [0, size).
     """
-    bad = batch.action_mask & ((batch.tokens < 0) | (batch.tokens >= size))
+    bad = (batch.tokens < 0) | (batch.tokens >= size)
+    if not context:
+        bad &= batch.action_mask
     if bad.any():
         row = int(np.argmax(bad))
         raise ValueError(f"{_at(batch, row)}: tokens has {batch.tokens[row]}, but the vocabulary has {size} entries.")
+    ids = batch.head_ids
+    if ids.size and not (ids.min() >= 0 and ids.max() < size):
+        outside = ((ids < 0) | (ids >= size)) & (batch.head_logprobs != -np.inf) & batch.action_mask[:, None]
+        if outside.any():
+            row, entry = (int(i) for i in np.argwhere(outside)[0])
+            raise ValueError(f"{_at(batch, row)}: head_ids has {ids[row, entry]}, but the vocabulary has {size} entries.")
+
+
+def check_logprobs(batch: Batch) -> None:
+    """Refuse log-probabilities of action tokens that are none.
+
+    Raises:
+        ValueError: one is not finite, or above 0 by more than rounding.
+    """
+    check_finite(batch, "logprobs")
+    bad = batch.action_mask & (batch.logprobs > MASS_TOLERANCE)
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise ValueError(f"{_at(batch, row)}: logprobs has the positive value {batch.logprobs[row]:.4g}.")
 
 
 def check_finite(batch: Batch, *names: str) -> None:

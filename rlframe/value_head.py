@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from rlframe.precision import full_precision
 from rlframe.seeding import uniform_
+
+
+class _Product(torch.autograd.Function):
+    """x W^T for x [*, n] and W [m, n], whose backward pass keeps its precision inside of an autocast, too."""
+
+    @staticmethod
+    @full_precision()
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    @once_differentiable
+    @full_precision()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad
+        d_weight = grad.flatten(0, -2).T @ x.flatten(0, -2) if wants_weight else None
+        return grad @ weight if wants_x else None, d_weight
 
 
 class ValueHead(nn.Module):
@@ -46,5 +68,5 @@ class ValueHead(nn.Module):
         """
         hidden = hidden.float()
         if hasattr(self, "weight"):
-            return (hidden @ self.weight.T).squeeze(-1)
-        return (hidden @ self.lora_A.T @ self.lora_B.T).squeeze(-1) * self.scaling
+            return _Product.apply(hidden, self.weight).squeeze(-1)
+        return _Product.apply(_Product.apply(hidden, self.lora_A), self.lora_B).squeeze(-1) * self.scaling

@@ -5,7 +5,8 @@
     checkpoints/step_000120/              after the rename
     checkpoints/LATEST                    name of the newest one, replaced last
 
-The name of a temporary directory is used once: a rank of a killed attempt that is still writing cannot reach the next one's.
+Whatever else lies there (a copy under another name, a file) is left alone. The name of a temporary directory is used once: a
+rank of a killed attempt that is still writing cannot reach the next one's.
 What the controller's files are is in `trainer.recovery`. No pickle: safetensors and JSON.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -27,9 +29,11 @@ from ray.exceptions import RayActorError
 from rlframe.config import CheckpointConfig
 from rlframe.files import Entry, replace, seal, sha256, sync_folder
 from trainer.failures import CheckpointError
+from trainer.step_names import is_step_name, step_of
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+_TEMPORARY = re.compile(r"step_\d{6,}(\.[0-9a-f]{4})?\.tmp")
 
 
 class Writers(Protocol):
@@ -69,7 +73,7 @@ class Checkpoints:
         start = time.perf_counter()
         if await asyncio.to_thread(verify, self.root / f"step_{step:06d}") is None:
             return  # a stop right after a checkpoint: nothing was learned since
-        for leftover in self.root.glob("*.tmp"):
+        for leftover in [path for path in self.root.glob("*.tmp") if _TEMPORARY.fullmatch(path.name)]:
             await asyncio.to_thread(shutil.rmtree, leftover, ignore_errors=True)
         temporary = self.root / f"step_{step:06d}.{secrets.token_hex(2)}.tmp"
         temporary.mkdir(parents=True)
@@ -178,13 +182,8 @@ class Checkpoints:
         return directory
 
     def _newest_first(self) -> list[Path]:
-        found = (directory for directory in self.root.glob("step_*") if directory.is_dir() and directory.suffix != ".tmp")
+        found = (path for path in self.root.glob("step_*") if is_step_name(path.name) and path.is_dir())
         return sorted(found, key=step_of, reverse=True)
-
-
-def step_of(directory: Path) -> int:
-    """The step whose checkpoint ``directory`` is."""
-    return int(directory.name.removeprefix("step_"))
 
 
 def verify(directory: Path) -> str | None:
@@ -195,8 +194,12 @@ def verify(directory: Path) -> str | None:
         return "it has no manifest"
     except ValueError:
         return "its manifest is not JSON"
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files", {}), dict):
+        return "its manifest is not one of a checkpoint"
     if manifest.get("format") != FORMAT:
         return f"its format is {manifest.get('format')}, this version reads {FORMAT}"
+    if is_step_name(directory.name) and manifest.get("step") != step_of(directory):
+        return f"it is a copy of the checkpoint of step {manifest.get('step')}"
     with ThreadPoolExecutor() as pool:
         faults = pool.map(lambda item: _fault(directory / item[0], item[0], item[1]), manifest["files"].items())
         return next((fault for fault in faults if fault), None)
@@ -215,6 +218,6 @@ def _fault(path: Path, name: str, entry: Entry) -> str | None:
 def _score(directory: Path) -> float | None:
     try:
         score: Any = json.loads((directory / MANIFEST).read_text()).get("score")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return None
     return score

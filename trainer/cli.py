@@ -22,6 +22,7 @@ from trainer.commands import (
     submit,
     train,
 )
+from trainer.requirements import distribution_of
 
 COMMANDS: dict[str, Command] = {
     "train": train,
@@ -53,20 +54,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments) or 0)
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:
+        needed = distribution_of(error.name or "")
+        if needed is None:
+            raise
+        return _fail(2, f"this command needs {needed[0]}, which is not installed: pip install 'rlframe[{needed[1]}]'.")
     except ValueError as error:
         from rlframe.config import ConfigError
 
         if not isinstance(error, ConfigError):
             raise
-        print(f"rlframe: {error}", file=sys.stderr)
-        return 2
+        return _fail(2, str(error))
     except RuntimeError as error:
         from trainer.failures import RunFailed
 
         if not isinstance(error, RunFailed):
             raise
-        print(f"rlframe: {error}", file=sys.stderr)
-        return 1
+        return _fail(1, str(error))
+
+
+def _fail(code: int, sentence: str) -> int:
+    from trainer.redact import redact_text
+
+    print(f"rlframe: {redact_text(sentence)}", file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

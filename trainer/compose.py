@@ -1,17 +1,16 @@
-"""From overrides to one `rlframe.config.Config`: Hydra's groups and grammar, our errors.
+"""From overrides to one `rlframe.config.Config`, and from there to ``config.yaml`` and back: Hydra's groups, our errors.
 
 Hydra composes the groups under ``configs/``; it never sees the command line, changes no directory and writes no output.
-Whether the result makes sense is decided in `rlframe.checks`.
+How one override is read is in `trainer.overrides`; whether the result makes sense is decided in `rlframe.checks`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,15 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from rlframe.checks import check, unused
 from rlframe.config import Config, ConfigError
+from trainer.overrides import Given, example, inside_dictionary, parse, settings, unknown, wanted_type
 from trainer.presets import configs_dir
-
-_WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+from trainer.redact import hidden_names, without_secrets
 
 
 def options() -> dict[str, list[str]]:
@@ -39,7 +36,7 @@ def options() -> dict[str, list[str]]:
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """The resolved and checked job that ``overrides`` (Hydra's grammar, e.g. ``algorithm=sao actor.optim.lr=1e-5``) describe.
+    """The resolved and checked job that ``overrides`` (e.g. ``algorithm=sao actor.optim.lr=1e-5``) describe.
 
     ``model.path=FOLDER`` without a choice of ``model`` means ``model=local``.
 
@@ -47,21 +44,42 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         ConfigError: an unknown key, group or option; a value of the wrong type; a combination that is not defined; a
             setting that has no effect in this job.
     """
-    parsed = [_parse(text) for text in overrides]
-    chosen = {override.key_or_group for override in parsed}
+    groups = options()
+    given = [parse(text, groups) for text in overrides]
+    chosen = {one.key for one in given}
     if "model.path" in chosen and "model" not in chosen:
-        parsed.insert(0, _parse("model=local"))
-    lines = [_accept(override) for override in parsed]
+        given.insert(0, parse("model=local", groups))
     _register_schema()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(configs_dir()), job_name="rlframe"):
-            config = _to_config(hydra_compose("config", overrides=lines))
+            composed = hydra_compose("config", overrides=[one.line for one in given if one.line])
+        _set(composed, [one for one in given if one.line is None])
+        config = _to_config(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, parsed)) from None
+        raise ConfigError(_explain(error, given)) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"A file under {configs_dir()} is not YAML: {' '.join(str(error).split())}.") from None
     check(config)
     _refuse_unused(config, chosen)
+    return config
+
+
+def resumed(run: str | Path, overrides: Sequence[str]) -> Config:
+    """The checked job of the run in ``run``, with ``overrides`` of single settings.
+
+    Raises:
+        ConfigError: as `compose` and `load_yaml`; or a secret of the run, which its ``config.yaml`` does not keep, is not
+            given again.
+    """
+    given = {parse(text, options()).key for text in overrides}
+    if "run_dir" in given:
+        raise ConfigError("run_dir has no effect on a run that goes on where it is; move its folder and give the new place.")
+    config = load_yaml(Path(run) / "config.yaml", overrides)
+    config.run_dir = str(run)
+    check(config)
+    _refuse_unused(config, given)
+    for key in hidden_names(dataclasses.asdict(config)):
+        raise ConfigError(f"{key} holds a secret, which {run}/config.yaml does not keep; give it again, as {key}=...")
     return config
 
 
@@ -73,32 +91,55 @@ def load_yaml(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             an override chooses a group's option.
     """
     try:
-        loaded = OmegaConf.load(path)
-    except (OSError, yaml.YAMLError) as error:
+        loaded = _read(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}.") from None
-    if not isinstance(loaded, DictConfig):
+    if not isinstance(loaded, dict):
         raise ConfigError(f"{path} is not a configuration: it is not a mapping of settings.")
-    for key in _leaves(OmegaConf.to_container(loaded)):
-        _require_setting(key)
-    given: dict[str, Any] = {}
-    for override in map(_parse, overrides):
-        key = override.key_or_group
-        _accept(override)
-        if key in options():
-            raise ConfigError(f"{key} was chosen when the run began; override single settings, such as {key}.{_example(key)}.")
-        given[key] = override.value()
+    for key in _leaves(loaded):
+        inside_dictionary(key)
+    groups = options()
+    for override in overrides:
+        key = override.partition("=")[0].lstrip("+")
+        if key in groups:
+            raise ConfigError(f"{key} was chosen when the run began; override single settings, such as {key}.{example(key)}.")
+    given = [parse(text, groups) for text in overrides]
     try:
-        composed = OmegaConf.merge(OmegaConf.structured(Config), loaded)
-        for key, value in given.items():
-            OmegaConf.update(composed, key, value, force_add=_require_setting(key))
+        composed = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(_texts(loaded, _literal)))
+        _set(composed, given)
         return _to_config(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError(_explain_value(error, given)) from None
+        raise ConfigError(_explain_value(error, {one.key: one.value for one in given})) from None
 
 
 def to_yaml(config: Config) -> str:
-    """The whole job as YAML, every setting written out."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The whole job as YAML, every setting written out; ``***`` stands for secrets."""
+    tree = without_secrets(dataclasses.asdict(config))
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False)
+
+
+def _set(composed: Any, given: Sequence[Given]) -> None:
+    """Put values in that Hydra's grammar was not asked about; ``${key}`` in them stands for another setting."""
+    for one in given:
+        value = _texts(one.value, lambda text: re.sub(r"\$\{(?![\w.]+\})", "$\0{", text) if text != "???" else _literal(text))
+        OmegaConf.update(composed, one.key, value, force_add=inside_dictionary(one.key))
+
+
+def _texts(tree: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a tree of dictionaries, lists and dataclasses with every text changed."""
+    if isinstance(tree, dict):
+        return {name: _texts(value, change) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_texts(value, change) for value in tree]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = {field.name: _texts(getattr(tree, field.name), change) for field in dataclasses.fields(tree)}
+        return dataclasses.replace(tree, **parts)
+    return change(tree) if isinstance(tree, str) else tree
+
+
+def _literal(text: str) -> str:
+    """Keep OmegaConf from reading anything into a text; a NUL, which no setting has, marks the place."""
+    return "?\0??" if text == "???" else text.replace("${", "$\0{")
 
 
 @functools.cache
@@ -114,81 +155,55 @@ def _to_config(composed: Any) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(_explain_value(error, None)) from None
     assert isinstance(config, Config)
-    return config
+    return _texts(config, lambda text: text.replace("\0", ""))
 
 
-def _parse(text: str) -> Override:
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that a reader of YAML, ours or another one, would take for a number, a date or a truth value."""
+
+    def represent_str(self, text: str) -> yaml.Node:
+        """In double quotes where a character is not printable: of the other styles, a reader folds unusual line ends."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+class _Loader(yaml.SafeLoader):
+    """Dates are text, and ``1e-5`` is a number, as in YAML 1.2."""
+
+
+_EXPONENT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_implicit_resolver(*_EXPONENT)
+_Loader.add_implicit_resolver(*_EXPONENT)
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+    for first, found in _Loader.yaml_implicit_resolvers.items()
+}
+
+
+def _read(text: str) -> Any:
+    """Parse YAML; a plain scalar of a setting that is text stays text, whatever it looks like."""
+    loader = _Loader(text)
     try:
-        override = OverridesParser.create().parse_overrides([_quote_band(text)])[0]
-    except HydraException:
-        raise ConfigError(
-            f"{text!r} is not an override; write key=value, with quotes around values that hold spaces or commas."
-        ) from None
-    if override.is_sweep_override():
-        raise ConfigError(f"{override.key_or_group} takes one value; write a list as {override.key_or_group}=[a,b].")
-    return override
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _mark_texts(node, Config)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
 
 
-def _quote_band(text: str) -> str:
-    """Keep a band ``lo_hi`` a string: unquoted, the grammar reads ``0.5_5`` as the number 0.55."""
-    return re.sub(r"^(\S*threshold=)([\d.]+_[\d.]+)$", r"\1'\2'", text)
-
-
-def _accept(override: Override) -> str:
-    """The override as a line for Hydra, once its key (and its option, for a group) is known to exist."""
-    key, groups = override.key_or_group, options()
-    line = override.input_line or ""
-    if line.startswith("~") or override.package is not None:
-        raise ConfigError(
-            f"{line!r} is not an override that makes sense here; write key=value, or key=null to switch a setting off."
-        )
-    choice = override.value()
-    if key in groups and isinstance(choice, str):
-        if choice not in groups[key]:
-            raise ConfigError(_unknown(f"{key}={choice}", "an option", choice, groups[key], f"{key}="))
-        return line
-    if key in groups and not isinstance(choice, dict):
-        raise ConfigError(f"{key} is a group; choose one of {', '.join(groups[key])}.")
-    plain = line.lstrip("+")
-    return f"++{plain}" if _require_setting(key) else plain
-
-
-def _require_setting(key: str) -> bool:
-    """Whether ``key`` is, or lies inside, a free-form dictionary; raises where the schema has no such setting."""
-    here: Any = Config
-    parts = key.split(".")
-    for depth, part in enumerate(parts):
-        if not dataclasses.is_dataclass(here):
-            if typing.get_origin(here) is dict:
-                return True
-            raise ConfigError(f"{key} is not a setting; {'.'.join(parts[:depth])} is a single value.")
-        hints = typing.get_type_hints(here)
-        if part not in hints:
-            raise ConfigError(_unknown(key, "a setting", key, _settings(), ""))
-        here = hints[part]
-    return typing.get_origin(here) is dict
-
-
-def _settings(of: Any = Config, prefix: str = "") -> list[str]:
-    """All keys of the schema, sections included."""
-    keys = []
-    for name, hint in typing.get_type_hints(of).items():
-        keys.append(prefix + name)
-        if dataclasses.is_dataclass(hint):
-            keys += _settings(hint, f"{prefix}{name}.")
-    return keys
-
-
-def _unknown(what: str, kind: str, word: str, known: Iterable[str], prefix: str) -> str:
-    """One sentence that refuses ``what`` and names the nearest right one."""
-    known = list(known)
-    last = word.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.75) or [key for key in known if key.rsplit(".", 1)[-1] == last]
-    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    if near:
-        return f"{what} is not {kind}; did you mean {prefix}{near[0]}?"
-    listed = known if len(known) < 30 else [key for key in known if "." not in key]
-    return f"{what} is not {kind}; there are {', '.join(listed)}."
+def _mark_texts(node: yaml.Node, hint: Any) -> None:
+    arguments = typing.get_args(hint)
+    if isinstance(node, yaml.MappingNode) and dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        for name, value in node.value:
+            _mark_texts(value, hints.get(name.value))
+    elif isinstance(node, yaml.SequenceNode) and arguments == (str,):
+        for value in node.value:
+            _mark_texts(value, str)
+    elif isinstance(node, yaml.ScalarNode) and (hint is str or str in arguments) and not node.tag.endswith(":null"):
+        node.tag = "tag:yaml.org,2002:str"
 
 
 def _leaves(tree: Any, prefix: str = "") -> list[str]:
@@ -197,14 +212,14 @@ def _leaves(tree: Any, prefix: str = "") -> list[str]:
     return [leaf for name, value in tree.items() for leaf in _leaves(value, f"{prefix}{name}.")]
 
 
-def _explain(error: Exception, parsed: Sequence[Override]) -> str:
+def _explain(error: Exception, given: Sequence[Given]) -> str:
     """One sentence for what Hydra raised while merging."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         return str(error).splitlines()[0]
-    return _explain_value(cause, {override.key_or_group: override.value() for override in parsed})
+    return _explain_value(cause, {one.key: one.value for one in given})
 
 
 def _explain_value(error: OmegaConfBaseException, given: dict[str, Any] | None) -> str:
@@ -213,32 +228,10 @@ def _explain_value(error: OmegaConfBaseException, given: dict[str, Any] | None) 
     value = f" is {given[key]!r}" if given and key in given else ""
     if isinstance(error, InterpolationResolutionError):
         return f"A value refers to something that is not a setting: {str(error).splitlines()[0]}."
-    wanted = _wanted(key)
+    wanted = wanted_type(key)
     if wanted is None:
-        return _unknown(key, "a setting", key, _settings(), "")
+        return unknown(key, "a setting", key, settings(), "")
     return f"{key}{value}, but it must be {wanted}." if value else f"{key} must be {wanted} ({str(error).splitlines()[0]})."
-
-
-def _example(section: str) -> str:
-    """A setting inside ``section``."""
-    return min((name for name in _settings() if name.startswith(f"{section}.")), key=len).removeprefix(f"{section}.")
-
-
-def _wanted(key: str) -> str | None:
-    """The type of a setting in words."""
-    here: Any = Config
-    for part in key.split("."):
-        here = typing.get_type_hints(here).get(part) if dataclasses.is_dataclass(here) else None
-    if dataclasses.is_dataclass(here):
-        return f"a section; set its parts, such as {key}.{_example(key)}"
-    inner = [arg for arg in typing.get_args(here) if arg is not type(None)]
-    if typing.get_origin(here) is list:
-        return f"a list, [{', '.join(_WANTED[arg] for arg in inner)}, ...]"
-    if typing.get_origin(here) is dict:
-        return "a dictionary, {name: value}"
-    if type(None) in typing.get_args(here):
-        return f"{_WANTED[inner[0]]} or null"
-    return _WANTED.get(here)
 
 
 def _refuse_unused(config: Config, given: Iterable[str]) -> None:

@@ -16,41 +16,42 @@ collect   one per worker; consumes ended episodes; produces finished slots; wait
           weights; waits for the learner to be between two policies.
 learn     consumes the oldest batch of finished slots; produces policy versions and metrics; waits for the slowest rollout of
           that batch; unblocked by `buffer.finish`, and by `stop`.
-watch     consumes what every loop says it waits for; ends the run with a dump when `learn` waits for one thing longer than
-          ``cluster.watchdog_s``.
+watch     consumes what every loop says it waits for; ends the run with a dump when what `learn` waits for makes no progress
+          for ``cluster.watchdog_s``.
 
 ``max_staleness`` is the buffer's capacity and nothing else (the bound is proved in `trainer.buffer`); 0 is the synchronous
-case of the same code. No formula, no engine and no file format lives here; `trainer.rescue` brings lost workers back.
+case of the same code. A fault in `collect` ends the run once the update in work has ended, so that what was learned can be
+saved (`trainer.attempts`); what each kind of fault does is in `trainer.faults`. No formula, no engine and no file format
+lives here; `trainer.rescue` brings lost workers back.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rlframe.advantages import RunningMean, compute_advantages
 from rlframe.config import Config, serves_other_weights
 from rlframe.types import Batch, Prompt
 from trainer import recovery, rescue
-from trainer.buffer import Buffer, Slot, State
+from trainer.buffer import Buffer, State
 from trainer.checkpoints import Checkpoints
 from trainer.data import PromptStream
+from trainer.evaluation import evaluate
 from trainer.failures import RunFailed, WorkerDied
-from trainer.metrics import Timers, eval_metrics, rollout_metrics, staleness_metrics
+from trainer.faults import Faults
+from trainer.metrics import Timers, rollout_metrics, staleness_metrics
+from trainer.recovery import Phase
 from trainer.samples import Sample, choose
 from trainer.served import checksum_fault, probe_fault
 from trainer.tracking import Tracker
-from trainer.watchdog import Stuck, Watchdog
-from workers.environments.base import FatalRewardError
+from trainer.watchdog import Watchdog
+from workers.faults import Fault
 from workers.group import LearnerGroup
 from workers.rollout.engine import SamplingParams
 from workers.rollout.group import RolloutGroup
 from workers.rollout.supervision import WorkerLost
-
-FAULTS = ("dropped", "timeouts", "reissued", "worker_restarts")
-"""What is counted as ``fault/*``: prompts without a trajectory, those of them that took too long, prompts sent again because
-their worker was lost, workers started again."""
 
 
 @dataclass
@@ -71,18 +72,24 @@ class Controller:
     step: int = 0
     version: int = 0
     resumed: bool = False
-    faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
 
     def __post_init__(self) -> None:
         config = self.config
         prompts_per_step = config.batch_size // config.algorithm.rollouts_per_prompt
         self.buffer: Buffer[Prompt, Batch] = Buffer(prompts_per_step, config.max_staleness, config.reorder_window)
+        self.faults = Faults(self.buffer.capacity, config.algorithm.rollouts_per_prompt, self.tracker.note)
         self.running_mean = RunningMean(config.algorithm.running_mean_decay)
+        self.baseline = self.running_mean.state_dict()
+        """State of the running mean before the batch in work."""
         self.watchdog = Watchdog(config.cluster.watchdog_s, self.tracker.run_dir / "logs" / "stuck.txt", self.tracker.say)
         self.waits = self.watchdog.waits
         self.policy = asyncio.Lock()
         """Held while the actor's weights are not those of ``version``, or are not yet served."""
-        self.failures_in_a_row = 0
+        self.learning = asyncio.Lock()
+        """Held while a batch is learned from, until its policy is served."""
+        self.phase = Phase.BETWEEN
+        self.row: dict[str, float] | None = None
+        """Metrics of a step that is learned and not yet logged."""
         self.syncs = 0
         self.served = ""
 
@@ -90,12 +97,12 @@ class Controller:
         """Train from ``self.step`` to ``config.steps``; returns early, with a checkpoint, when a stop is requested."""
         workers = range(len(self.rollouts.workers))
         async with asyncio.TaskGroup() as loops:
-            background = [loops.create_task(self.collect(i)) for i in workers] + [loops.create_task(self.watch())]
+            background = [loops.create_task(self.collect(i)) for i in workers] + [loops.create_task(self.watchdog.watch())]
             self.waits("learn", "the rollout workers to take the first weights", self.rollouts.state)
             async with self.policy:
                 await self.sync_weights(workers)
             if not self.resumed:
-                self.tracker.log(0, await self.evaluate())
+                self.tracker.log(0, await evaluate(self))
             background.append(loops.create_task(self.issue()))
             await self.learn()
             for task in background:
@@ -122,7 +129,14 @@ class Controller:
         await self.rollouts.submit(prompts, slots, self.config.algorithm.rollouts_per_prompt, self.sampling())
 
     async def collect(self, worker: int) -> None:
-        """Bring finished episodes home, and a lost worker back."""
+        """Put finished episodes into the buffer, and bring a lost worker back."""
+        try:
+            await self._collect(worker)
+        except RunFailed:
+            async with self.learning:
+                raise
+
+    async def _collect(self, worker: int) -> None:
         self.waits(f"collect_{worker}", "a rollout to finish")
         while True:
             try:
@@ -133,24 +147,19 @@ class Controller:
                 self.waits(f"collect_{worker}", "a rollout to finish")
                 continue
             if collected.fatal:
-                raise RunFailed(collected.fatal)
+                raise RunFailed(collected.fatal.reason)
             for slot, batch in collected.by_slot():
-                self.failures_in_a_row = 0
                 self.buffer.finish(slot, batch)
-            for slot, reason in collected.failures:
-                self.drop(slot, reason)
+            self.faults.succeeded(collected)
+            for slot, faults in collected.failures:
+                self.drop(slot, faults)
             if collected.slots or collected.failures:
                 self.waits(f"collect_{worker}", "a rollout to finish")
 
-    def drop(self, slot: int, reason: str) -> None:
-        """A prompt gave no trajectory: free its slot and count it; when nothing succeeds any more, end the run."""
+    def drop(self, slot: int, faults: list[Fault]) -> None:
+        """A prompt gave no trajectory: free its slot and count why; when nothing succeeds any more, end the run."""
         self.buffer.drop(slot)
-        self.faults["dropped"] += 1
-        self.faults["timeouts"] += "time" in reason
-        self.failures_in_a_row += 1
-        self.tracker.note(f"dropped a rollout: {reason}")
-        if self.failures_in_a_row >= max(self.buffer.capacity, 8):
-            raise RunFailed(f"{self.failures_in_a_row} rollouts in a row failed, the last one because: {reason}")
+        self.faults.dropped(faults)
 
     async def learn(self) -> None:
         """The method, step by step."""
@@ -167,14 +176,14 @@ class Controller:
         timers, algorithm = Timers(), self.config.algorithm
 
         # 1. the oldest batch of rollouts
-        self.waits("learn", "the oldest batch of rollouts", self.rollouts.state)
+        self.waits("learn", "the oldest batch of rollouts", self.rollouts.state, self.rollouts.progress)
         with timers("wait_for_batch"):
             slots = await self.buffer.take()
         if not slots:
             return False
-        self.step += 1
+        self.step, self.phase, self.baseline = self.step + 1, Phase.TAKEN, self.running_mean.state_dict()
         actor_rests = self.step <= self.config.critic.warmup_steps and algorithm.advantage == "gae"
-        batch = join(slots)
+        batch = Batch.concat([slot.result for slot in slots if slot.result is not None])
         metrics = {**rollout_metrics(batch), **staleness_metrics(batch, self.version)}
 
         # 2. values
@@ -191,33 +200,43 @@ class Controller:
         with timers("sample"):
             sample = await self.sample(batch)
 
-        # 5. K critic updates
-        if algorithm.advantage == "gae":
-            self.waits("learn", "the critic's updates")
-            with timers("train_critic"):
-                for _ in range(self.config.critic.updates_per_step):
-                    critic_metrics = await self.learner.update_critic(shared)
-            metrics |= critic_metrics.compute()
+        async with self.learning:
+            # 5. K critic updates
+            self.phase = Phase.UPDATING
+            if algorithm.advantage == "gae":
+                with timers("train_critic"):
+                    for _ in range(self.config.critic.updates_per_step):
+                        self.waits("learn", "an update of the critic")
+                        critic_metrics = await self.learner.update_critic(shared)
+                metrics |= critic_metrics.compute()
 
-        # 6. actor update, and weight sync, after which the slots of this batch are free
-        if not actor_rests:
-            async with self.policy:
-                self.waits("learn", "the actor's update")
-                with timers("train_actor"):
-                    metrics |= (await self.learner.update_actor(shared)).compute()
-                self.version += 1
-                self.waits("learn", "the rollout workers to take new weights", self.rollouts.state)
-                with timers("weight_sync"):
-                    await self.sync_weights(self.rollouts.up())
+            # 6. actor update, and weight sync, after which the slots of this batch are free
+            if actor_rests:
+                self.phase, self.row = Phase.BETWEEN, metrics
+            else:
+                async with self.policy:
+                    self.waits("learn", "the actor's update")
+                    with timers("train_actor"):
+                        metrics |= (await self.learner.update_actor(shared)).compute()
+                    self.version += 1
+                    self.phase, self.row = Phase.BETWEEN, metrics
+                    self.waits("learn", "the rollout workers to take new weights", self.rollouts.state)
+                    with timers("weight_sync"):
+                        await self.sync_weights(self.rollouts.up())
         self.buffer.release()
 
         # 7. evaluation and log
         if self.due(self.config.eval.every) or self.step == self.config.steps:
             with timers("eval"):
-                metrics |= await self.evaluate()
-        metrics |= timers.compute(batch, await self.rollouts.stats()) | self.counters() | self.checkpoints.timings()
-        self.tracker.log(self.step, metrics, sample)
+                metrics |= await evaluate(self)
+        metrics |= timers.compute(batch, await self.rollouts.stats()) | self.checkpoints.timings()
+        self.log(metrics, sample)
         return True
+
+    def log(self, metrics: dict[str, float], sample: Sample | None = None) -> None:
+        """Record the step that is done."""
+        self.row = None
+        self.tracker.log(self.step, metrics | self.counters(), sample)
 
     async def sample(self, batch: Batch) -> Sample | None:
         """Now and then, a few trajectories with the log-probabilities of the policy that is about to learn from them."""
@@ -265,37 +284,17 @@ class Controller:
         except TimeoutError:
             raise WorkerDied("A transfer of weights over NCCL took longer than rollout.timeout_s.") from None
 
-    async def evaluate(self) -> dict[str, float]:
-        """Held-out reward of the policy."""
-        self.waits("learn", "the evaluation")
-        sampling = self.sampling(temperature=self.config.eval.temperature)
-        apart = self.evaluators is not self.rollouts
-        while True:
-            if apart:
-                await self.evaluators.revive()
-                await self.push(self.evaluators, [0], exact=True)
-                await self.evaluators.admit([0])
-            try:
-                batch = await self.evaluators.evaluate(self.eval_prompts, sampling, wait=not apart)
-                return eval_metrics(batch, self.config.task.name)
-            except FatalRewardError as error:
-                raise RunFailed(str(error)) from None
-            except WorkerLost as loss:
-                self.tracker.say(f"{loss} The evaluation is done again.")
-
     async def save(self) -> None:
         """Begin a checkpoint of everything that the next step depends on; it is written beside the next steps."""
         self.waits("learn", "the checkpoint")
         score = self.tracker.last_score
-        measured = score[1] if score and score[0] == self.step else None
-        await self.checkpoints.save(self.step, self.learner, recovery.snapshot(self), measured)
+        measured = score[1] if score and score[0] == self.step_done else None
+        await self.checkpoints.save(self.step_done, self.learner, recovery.snapshot(self), measured)
 
-    async def watch(self) -> None:
-        """Fail with a dump when a step takes too long."""
-        try:
-            await self.watchdog.watch()
-        except Stuck as stuck:
-            raise RunFailed(str(stuck)) from None
+    @property
+    def step_done(self) -> int:
+        """The last step that was learned."""
+        return self.step - (self.phase is Phase.TAKEN)
 
     def sampling(self, temperature: float | None = None) -> SamplingParams:
         """How rollouts are sampled; an evaluation (its own temperature) needs no heads."""
@@ -317,14 +316,9 @@ class Controller:
     def counters(self) -> dict[str, float]:
         """Faults so far, slots in use, data seen, policy version."""
         return {
-            **{f"fault/{name}": float(count) for name, count in self.faults.items()},
+            **{f"fault/{name}": float(count) for name, count in self.faults.counts.items()},
             "off_policy/in_flight": float(self.buffer.occupied),
             "off_policy/dropped": float(self.buffer.dropped),
             "data/epoch": self.stream.epoch,
             "version": float(self.version),
         }
-
-
-def join(slots: list[Slot[Prompt, Batch]]) -> Batch:
-    """The trajectories of the taken slots, in their order."""
-    return Batch.concat([slot.result for slot in slots if slot.result is not None])

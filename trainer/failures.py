@@ -13,3 +13,7 @@ class CheckpointError(RunFailed):
 
 class WorkerDied(RunFailed):
     """A process of the run is gone; another attempt from the last checkpoint may succeed."""
+
+
+class LearnerDied(WorkerDied):
+    """A learner rank is gone, and with it what was learned since the last checkpoint."""

@@ -17,7 +17,7 @@ class Metric:
     """One name in ``metrics.jsonl``, or several that share a pattern."""
 
     pattern: str
-    """The name; ``*`` stands for the name of a task or an environment."""
+    """The name; ``*`` stands for the name of a task, an environment, or a number of the reward function."""
     meaning: str
     """One line."""
     bad: str = ""
@@ -32,6 +32,17 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "Flat while `reward/mean` rises: the policy learns its training prompts only; use more prompts or fewer epochs.",
         ),
         Metric("eval/*/response_length", "mean sampled tokens of a held-out answer"),
+        Metric(
+            "eval/*/failed",
+            "share of the held-out episodes that failed; the other numbers are means over the rest",
+            "Above 0: `logs/controller.log` says why; the run ends above `eval.max_failed`.",
+        ),
+        Metric("eval/*/reward_extra/*/mean", "mean of another number that the reward function returned, over held-out answers"),
+        Metric(
+            "eval/*/reward_failed",
+            "fraction of held-out answers whose reward failed and counts 0; logged where there are some",
+            "Above 0: `rlframe rollouts` and `logs/rollout_*.log` say why.",
+        ),
     ),
     "Rewards of the training batch": (
         Metric(
@@ -57,6 +68,15 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "Near 1: most rollouts are for nothing. Use prompts of another difficulty, larger groups, or a critic (`sao`).",
         ),
         Metric("reward/*/mean", "mean total reward of one environment's trajectories"),
+        Metric(
+            "reward/failed",
+            "fraction of trajectories whose reward failed and is 0 (`task.on_reward_failure=zero`); only where there are some",
+            "Above 0: `rlframe rollouts` and `logs/rollout_*.log` say why.",
+        ),
+        Metric(
+            "reward_extra/*/mean",
+            "mean of another number that the reward function returned in its dict, over the trajectories that have it",
+        ),
     ),
     "Answers": (
         Metric(
@@ -242,19 +262,37 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("perf/accepted_tokens_per_s", "sampled tokens trained on per second"),
     ),
     "Faults and progress": (
-        Metric("fault/dropped", "prompts that gave no trajectory, since the run began", "Grows: see `logs/controller.log`."),
+        Metric(
+            "fault/dropped",
+            "rollouts that gave no trajectory and were given up, since the run began; the next six are its parts, by kind",
+            "Grows: see `logs/controller.log`.",
+        ),
         Metric(
             "fault/timeouts",
-            "of these, the ones that took too long",
+            "rollouts that took too long",
             "Grows: raise `rollout.timeout_s`, or look for hanging tools.",
+        ),
+        Metric("fault/reward", "rollouts without a reward", "Grows: mend the reward function; see `task.on_reward_failure`."),
+        Metric("fault/environment", "rollouts whose environment raised an exception", "Grows: mend the environment."),
+        Metric("fault/engine", "rollouts that the engine failed on", "Grows: see `logs/rollout_*.log`."),
+        Metric("fault/worker_lost", "rollouts given up because every worker that had them was lost"),
+        Metric(
+            "fault/rejected",
+            "rollouts whose sequence has no room, or a token outside of the vocabulary",
+            "Grows: raise `rollout.max_model_len`, or look at the prompts.",
+        ),
+        Metric(
+            "fault/partial_groups",
+            "prompts of which some rollouts were given up and the others trained on, since the run began",
+            "Grows: groups are smaller than `algorithm.rollouts_per_prompt`, and so are batches.",
         ),
         Metric(
             "fault/worker_restarts",
             "times that a rollout worker was lost and started again, since the run began",
             "Grows: the console and `logs/rollout_*.log` say why; see `rollout.max_restarts`.",
         ),
-        Metric("fault/reissued", "prompts that were sent again because their rollout worker was lost"),
-        Metric("fault/learner_restarts", "attempts that ended with a learner rank, after which the run started again"),
+        Metric("fault/reissued", "rollouts that were sent again because their worker was lost"),
+        Metric("fault/learner_restarts", "attempts that ended with a process that the run needs, after which it started again"),
         Metric(
             "data/epoch",
             "passes over the training prompts so far",
@@ -312,7 +350,8 @@ def as_markdown() -> str:
         "",
         "Written by `make docs` from `trainer/glossary.py`. One JSON object a step in `metrics.jsonl`, and the "
         "same in wandb. Null",
-        "stands for a number that is not finite. `*` is the name of a task or an environment; p is the trainer's policy, q the",
+        "stands for a number that is not finite. `*` is the name of a task, an environment or a number that a",
+        "reward function returned; p is the trainer's policy, q the",
         "sampler, r = p / q of the sampled token. Formulas: [algorithms](algorithms.md). In the terminal: "
         "`rlframe metrics NAME`.",
     ]

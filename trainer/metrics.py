@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +12,10 @@ from typing import Any
 import numpy as np
 
 from rlframe.types import FINISHES, Batch
+from workers.environments.base import EXTRAS, FAILURE
+
+MAX_EXTRAS = 32
+"""Most names of an environment's own numbers that a step logs; the most frequent ones stay."""
 
 
 def episode_rewards(batch: Batch) -> np.ndarray:
@@ -23,7 +29,7 @@ def response_lengths(batch: Batch) -> np.ndarray:
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
-    """``reward/*`` (also groups without spread), ``response_length/*`` and ``finish/*`` of a training batch."""
+    """``reward/*`` (also groups without spread), ``reward_extra/*``, ``response_length/*`` and ``finish/*`` of a batch."""
     rewards, lengths = episode_rewards(batch), response_lengths(batch)
     envs, finish = np.array(batch.envs), np.array(batch.finish)
     return {
@@ -37,6 +43,38 @@ def rollout_metrics(batch: Batch) -> dict[str, float]:
         "response_length/clip_ratio": float((finish == "length").mean()),
         **{f"finish/{reason}": float((finish == reason).mean()) for reason in FINISHES},
         **_group_metrics(rewards, batch.indices),
+        **_environment_metrics(batch, "reward/failed", "reward_extra"),
+    }
+
+
+def extra_numbers(metadata: dict[str, Any]) -> dict[str, float]:
+    """The finite numbers that an environment gave beside a trajectory's reward."""
+    given = metadata.get(EXTRAS)
+    numbers = given.items() if isinstance(given, dict) else ()
+    read = ((str(name).encode(errors="replace").decode(), _finite(x)) for name, x in numbers)
+    return {name: x for name, x in read if x is not None}
+
+
+def _finite(x: Any) -> float | None:
+    """A finite number as a float; None for anything else."""
+    try:
+        value = float(x) if isinstance(x, int | float | np.number | np.bool_) else math.nan
+    except (OverflowError, TypeError):  # an integer that no float holds; a complex number
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _environment_metrics(batch: Batch, failed: str, extras: str) -> dict[str, float]:
+    """Means of `extra_numbers` over the trajectories that have them; the fraction without a reward, where there are some."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for metadata in batch.metadata:
+        for name, x in extra_numbers(metadata).items():
+            values[name].append(x)
+    names = sorted(sorted(values), key=lambda name: -len(values[name]))[:MAX_EXTRAS]
+    failures = sum(FAILURE in metadata for metadata in batch.metadata)
+    return {
+        **({failed: failures / len(batch)} if failures else {}),
+        **{f"{extras}/{name}/mean": float(np.mean(values[name])) for name in names},
     }
 
 
@@ -65,10 +103,11 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 
 
 def eval_metrics(batch: Batch, task: str) -> dict[str, float]:
-    """``eval/<task>/reward`` and the mean response length of a held-out batch."""
+    """``eval/<task>/*`` of a held-out batch: rewards, lengths, and what `rollout_metrics` has of the environment."""
     return {
         f"eval/{task}/reward": float(episode_rewards(batch).mean()),
         f"eval/{task}/response_length": float(response_lengths(batch).mean()),
+        **_environment_metrics(batch, f"eval/{task}/reward_failed", f"eval/{task}/reward_extra"),
     }
 
 

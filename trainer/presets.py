@@ -1,11 +1,9 @@
-"""The algorithm presets as a list for people. Reads the YAML files only, so that it is instant."""
+"""The algorithm presets as a list for people. Reads the lines of their files only: instant, and without a package."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -16,9 +14,28 @@ def configs_dir() -> Path:
     return installed if installed.is_dir() else _PACKAGE / "configs"
 
 
-def presets() -> dict[str, dict[str, Any]]:
-    """name -> what the preset sets, in alphabetical order."""
-    return {path.stem: yaml.safe_load(path.read_text()) for path in sorted((configs_dir() / "algorithm").glob("*.yaml"))}
+def presets() -> dict[str, dict[str, str]]:
+    """name -> what the preset sets, as it is written there, in alphabetical order.
+
+    Settings of ``algorithm`` have their bare names, those of other sections their dotted keys.
+    """
+    return {path.stem: _settings(path.read_text("utf-8")) for path in sorted((configs_dir() / "algorithm").glob("*.yaml"))}
+
+
+def _settings(text: str) -> dict[str, str]:
+    """The lines ``name: value``, below the lines ``section:`` where a preset sets more than the algorithm."""
+    settings, section = {}, ""
+    for line in text.splitlines():
+        if found := re.match(r"(\w+):\s*$", line):
+            section = "" if found[1] == "algorithm" else f"{found[1]}."
+        elif found := re.match(r"\s*(\w+):(.*)", line):
+            settings[section + found[1]] = _unquoted(found[2].strip())
+    return settings
+
+
+def _unquoted(value: str) -> str:
+    quoted = re.fullmatch(r"(['\"])(.*)\1(\s+#.*)?", value)
+    return quoted[2] if quoted else re.sub(r"\s+#.*", "", value)
 
 
 def as_text() -> str:
@@ -41,10 +58,6 @@ def as_markdown() -> str:
         "|---|---|---|",
     ]
     for name, settings in presets().items():
-        rest = ", ".join(f"`{key}={_value(value)}`" for key, value in settings.items() if key != "description")
+        rest = ", ".join(f"`{key}={value}`" for key, value in settings.items() if key != "description")
         rows.append(f"| `{name}` | {settings['description']} | {rest} |")
     return "\n".join(rows)
-
-
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The controller's part of a checkpoint: what it needs to go on exactly where it was. How directories are kept whole is
+"""The controller's part of a checkpoint: what it needs to continue exactly where it was. How directories are kept whole is
 `trainer.checkpoints`; weights, moments and random states are the learner ranks' part.
 
     config.yaml           the configuration of the attempt that wrote the checkpoint
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,26 +30,39 @@ if TYPE_CHECKING:
     from trainer.controller import Controller
 
 
-def snapshot(controller: Controller) -> Callable[[Path], list[Path]]:
-    """Copy what the controller needs to go on; the function returned writes it into a directory, from any thread.
+class Phase(Enum):
+    """Where in a step the learner is, as far as a checkpoint is concerned."""
 
-    Trajectories are not copied: nothing changes them once they are finished.
+    BETWEEN = "between"
+    """All that was taken from the buffer has been learned."""
+    TAKEN = "taken"
+    """A batch was taken and nothing has been learned from it: the state is that of the step before."""
+    UPDATING = "updating"
+    """Some sessions have moved and others have not: there is nothing that could be saved."""
+
+
+def snapshot(controller: Controller) -> Callable[[Path], list[Path]]:
+    """Copy what the controller needs to continue after the last learned step; the function returned writes it, from any thread.
+
+    A batch that was taken and not learned from goes back to its place. Trajectories are not copied: nothing changes them once
+    they are finished (values and advantages of a batch are in arrays of its own).
     """
-    slots = controller.buffer.slots(State.ISSUED, State.FINISHED)
+    taken = controller.phase is Phase.TAKEN
+    slots = controller.buffer.slots(State.ISSUED, State.FINISHED, *([State.TRAINING] if taken else []))
     state = {
-        "step": controller.step,
+        "step": controller.step_done,
         "version": controller.version,
         "checksum": controller.served,
         "position": controller.stream.position,
         "returned": controller.stream.returned,
         "prompts": controller.stream.fingerprint,
-        "running_mean": controller.running_mean.state_dict(),
-        "faults": dict(controller.faults),
+        "running_mean": controller.baseline if taken else controller.running_mean.state_dict(),
+        "faults": dict(controller.faults.counts),
         "dropped": controller.buffer.dropped,
         "wandb_id": controller.tracker.wandb_id,
-        "slots": [{"index": slot.prompt.index, "finished": slot.state is State.FINISHED} for slot in slots],
+        "slots": [{"index": slot.prompt.index, "finished": slot.state is not State.ISSUED} for slot in slots],
     }
-    batches = [slot.result for slot in slots if slot.state is State.FINISHED and slot.result is not None]
+    batches = [slot.result for slot in slots if slot.state is not State.ISSUED and slot.result is not None]
     config = to_yaml(controller.config)
     return lambda directory: write_state(directory, state, batches, config)
 
@@ -62,7 +76,7 @@ def write_state(directory: Path, state: dict[str, Any], batches: list[Batch], co
         save_file({name: value for name, value in joined.items() if isinstance(value, np.ndarray)}, str(paths[-1]))
         rest = {name: value for name, value in joined.items() if isinstance(value, list)}
         state = state | {"buffer": rest | {"sizes": [len(batch) for batch in batches]}}
-    paths[0].write_text(config)
+    paths[0].write_text(config, "utf-8")
     paths[1].write_text(json.dumps(state))
     return paths
 
@@ -78,7 +92,7 @@ def restore(controller: Controller, directory: Path) -> None:
     stream, buffer = controller.stream, controller.buffer
     stream.position, stream.returned = state["position"], []
     controller.running_mean.load_state_dict(state["running_mean"])
-    controller.faults |= state["faults"]
+    controller.faults.counts |= state["faults"]
     buffer.dropped = state["dropped"]
     batches = read_batches(directory)
     results = iter(batches)
@@ -93,16 +107,28 @@ def restore(controller: Controller, directory: Path) -> None:
         )
 
 
+def held_out_by_tokens(directory: Path) -> bool:
+    """Whether the run holds out problems by what they render to, as all did before checkpoints compared rows."""
+    prompts = read_state(directory)["prompts"]
+    return isinstance(prompts, str) or bool(prompts["held_out_by_tokens"])
+
+
 def check_prompts(directory: Path, stream: PromptStream) -> None:
     """Refuse to go on with other prompts: a position in the stream would mean another prompt.
 
     Raises:
         ConfigError: the training prompts are not those of the checkpoint.
     """
-    if read_state(directory)["prompts"] != stream.fingerprint:
+    then = read_state(directory)["prompts"]
+    if isinstance(then, str):
+        same = then == stream.former_fingerprint
+        what = None if same else "have other names or tokens (its version compared the name of the file and what it renders to)"
+    else:
+        what = stream.difference(then)
+    if what:
         raise ConfigError(
-            f"The training prompts are not those that {directory.name} was written with (their file has changed?), so the run "
-            "cannot go on with them; give it the old ones, or start another run from an export."
+            f"The training prompts {what}, compared with those that {directory.name} was written with, so the run cannot go on "
+            "with them; give it the old ones (task.train may lie elsewhere), or start another run from an export."
         )
 
 

@@ -34,6 +34,8 @@ def settings(of: Any = None, prefix: str = "") -> list[Setting]:
         if is_dataclass(default):
             found += settings(default, f"{key}.")
         else:
+            if isinstance(field.default, str) and "${" in field.default:  # as it would be typed
+                default = field.default
             found.append(Setting(key, _typed(default), docs[field.name]))
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.failures import RunFailed
+from workers.faults import Fault
 from workers.rollout.supervision import WorkerLost
 
 if TYPE_CHECKING:
@@ -23,19 +24,21 @@ async def bring_back(run: Controller, worker: int, loss: WorkerLost) -> bool:
         loss: why it is lost.
 
     Returns:
-        False if the run goes on without it. Otherwise it is back; if it was lost again on the last metres, `collect` says so.
+        False if the run continues without it. Otherwise it is back; if it is lost again meanwhile, `collect` says so.
 
     Raises:
         RunFailed: no worker is left, or the new one does not serve the weights that were sent.
     """
     place = run.rollouts.workers[worker]
     reissued, given_up = await run.rollouts.reissue(worker)
-    run.faults["reissued"] += reissued
+    rollouts = run.config.algorithm.rollouts_per_prompt
+    run.faults.counts["reissued"] += reissued * rollouts
     for slot in given_up:
-        run.drop(slot, f"every worker that had it was lost, most recently because: {loss}")
+        reason = f"every worker that had it was lost, most recently because: {loss}"
+        run.drop(slot, [Fault(loss.kind, reason)] * rollouts)
     while place.restarts_left:
         run.tracker.say(f"{loss} It is started again; {reissued} prompts are sent again.")
-        run.faults["worker_restarts"] += 1
+        run.faults.counts["worker_restarts"] += 1
         run.waits(f"collect_{worker}", "its worker to start again")
         try:
             await place.restart()
@@ -48,5 +51,5 @@ async def bring_back(run: Controller, worker: int, loss: WorkerLost) -> bool:
     limit = f"rollout.max_restarts={run.config.rollout.max_restarts}"
     if all(other.gone for other in run.rollouts.workers):
         raise RunFailed(f"No rollout worker is left, each having used up {limit}. {loss}")
-    run.tracker.say(f"{loss} It has used up {limit}; the run goes on without it.")
+    run.tracker.say(f"{loss} It has used up {limit}; the run continues without it.")
     return False

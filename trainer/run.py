@@ -20,26 +20,30 @@ import ray
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
-from rlframe.config import Config, ConfigError, serves_other_weights
-from rlframe.engine_checks import check_installed
+from rlframe.config import Config, ConfigError, eval_size, serves_other_weights
+from rlframe.engine_checks import check_arguments, check_context, check_installed
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
 from trainer import attempts, drift, recovery
 from trainer.checkpoints import Checkpoints, step_of
 from trainer.cluster import reserve_pools, start_ray
-from trainer.compose import load_yaml, to_yaml
+from trainer.compose import load_yaml, resumed, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
-from trainer.placement import plan
-from trainer.tracking import Tracker
+from trainer.folders import check_run_dir, check_temporary_folder
+from trainer.placement import cluster_address, plan
+from trainer.tracking import Tracker, has_steps
 from trainer.wandb_log import id_file
 from workers.environments import make_environment
 from workers.environments.base import Environment
+from workers.environments.checks import check_problems
+from workers.environments.prompt_file import PromptFile
 from workers.group import LearnerGroup
 from workers.pools import Pool
-from workers.process import find_modules_in
+from workers.process import find_modules_in, refuse_shadowing
 from workers.rollout.group import RolloutGroup
+from workers.rollout.supervision import StartFailed, started
 from workers.session_specs import check_sessions
 
 
@@ -53,8 +57,8 @@ class Inputs:
     stream: PromptStream
     eval_prompts: list[Prompt]
     vocab_size: int
-    adapters: list[str]
-    """For every adapter a sentence that says on how much of the model it is."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What the user should know of the data and the adapters."""
 
 
 def train(config: Config) -> Path:
@@ -65,6 +69,8 @@ def train(config: Config) -> Path:
         RunFailed: the run cannot go on.
     """
     check(config)
+    check_run_dir(config.run_dir)
+    attempts.interruptible()
     run_dir = Path(config.run_dir).absolute()
     if (run_dir / "config.yaml").exists():
         raise ConfigError(
@@ -77,7 +83,7 @@ def train(config: Config) -> Path:
             replace(run_dir / "config.yaml", to_yaml(config))
             attempts.repeat(config, checkpoints, None, partial(attempt, config, inputs, run_dir))
         except BaseException:
-            if not any(checkpoints.root.iterdir()):  # whatever is tried next in this directory is another run
+            if not (has_steps(run_dir) or any(checkpoints.root.iterdir())):  # nothing was made that a resume could continue
                 for path in (run_dir / "config.yaml", id_file(run_dir)):
                     path.unlink(missing_ok=True)
             raise
@@ -91,12 +97,12 @@ def resume(run: str, overrides: list[str]) -> Path:
         ConfigError: a setting is refused, or differs from the checkpoint's and must not.
         RunFailed: the run cannot go on, or no checkpoint can be used.
     """
+    check_run_dir(run)
     run_dir = Path(run).absolute()
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml.")
-    config = load_yaml(run_dir / "config.yaml", overrides)
-    config.run_dir = run
-    check(config)
+    config = resumed(run, overrides)
+    attempts.interruptible()
     with occupied(run_dir):
         checkpoints = Checkpoints(run_dir, config.checkpoint)
         checkpoint, skipped = checkpoints.newest()
@@ -110,7 +116,7 @@ def resume(run: str, overrides: list[str]) -> Path:
             if step_of(checkpoint) >= config.steps:
                 print(f"{run_dir} has done all its steps={config.steps}; give a larger number to go on.")
                 return run_dir
-        inputs = read_inputs(config)
+        inputs = read_inputs(config, checkpoint is not None and recovery.held_out_by_tokens(checkpoint))
         if checkpoint is not None:
             recovery.check_prompts(checkpoint, inputs.stream)
         replace(run_dir / "config.yaml", to_yaml(config))
@@ -123,10 +129,14 @@ def occupied(run_dir: Path) -> Iterator[None]:
     """Make the folders of a run and keep other drivers out of them; the lock goes with the process, however it ends.
 
     Raises:
-        ConfigError: another driver is at work there.
+        ConfigError: another driver is at work there, or it cannot be written.
     """
-    for folder in ("logs", "rollouts", "checkpoints"):
-        (run_dir / folder).mkdir(parents=True, exist_ok=True)
+    try:
+        for folder in ("logs", "rollouts", "checkpoints"):
+            (run_dir / folder).mkdir(parents=True, exist_ok=True)
+        (run_dir / "logs" / "driver.lock").touch()
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir} cannot be written: {error.strerror} ({error.filename}).") from None
     with (run_dir / "logs" / "driver.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,19 +145,34 @@ def occupied(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def read_inputs(config: Config) -> Inputs:
-    """Find the model, the tokenizer and the prompts, or raise ConfigError."""
+def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
+    """Find the model, the tokenizer and the prompts, or raise ConfigError; see `PromptFile` for ``held_out_by_tokens``."""
+    refuse_shadowing(os.getcwd())
     if config.cluster.address is None and not config.rollout.server_urls:
         check_installed(config.rollout.engine)
+    if cluster_address(config) is None:
+        check_temporary_folder()
+    check_arguments(config.rollout)
     model_path = resolve_model(config.model)
     adapters = check_sessions(config, model_path)
     trust = config.model.trust_remote_code
+    text_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config()
+    check_context(config.rollout.max_model_len, text_config)
     find_modules_in(os.getcwd())
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)
-    environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=config.eval.size)
+    size = eval_size(config)
+    environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=size)
+    if isinstance(environment, PromptFile):
+        environment.held_out_by_tokens = held_out_by_tokens
     stream = PromptStream(environment.train_prompts(), environment.name, config.seed)
-    held_out = environment.eval_prompts()[: config.eval.size]
-    for problem in (*environment.train_prompts(), *held_out):
+    stream.held_out_by_tokens = held_out_by_tokens
+    held_out = environment.eval_prompts()[:size]
+    notes = [*adapters, *getattr(environment, "notes", [])]
+    if len(environment.eval_prompts()) > len(held_out):
+        notes.append(f"{environment.name} has {len(environment.eval_prompts())} held-out problems: the first {size} are used.")
+    problems = (*environment.train_prompts(), *held_out)
+    check_problems(problems, environment.stop_token_ids, text_config.vocab_size, tokenizer)
+    for problem in problems:
         if len(problem.tokens) >= config.rollout.max_model_len:
             raise ConfigError(
                 f"The prompt {problem.id} has {len(problem.tokens)} tokens, which leaves no room for an answer in "
@@ -160,54 +185,77 @@ def read_inputs(config: Config) -> Inputs:
             f"{needed} tokens; raise it."
         )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
-    vocab_size = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config().vocab_size
-    return Inputs(model_path, tokenizer, environment, stream, eval_prompts, vocab_size, adapters)
+    return Inputs(model_path, tokenizer, environment, stream, eval_prompts, text_config.vocab_size, notes)
 
 
-async def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None, restarts: int = 0) -> None:
+def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None, restarts: int = 0) -> None:
     """Start the cluster's part, train, and take it down again, whatever happens.
+
+    What blocks comes first, outside of an event loop, where a signal ends it at once.
 
     Args:
         config: the job.
         inputs: what it reads.
         run_dir: where it writes.
-        checkpoint: where it goes on; None: at the start.
+        checkpoint: where it continues; None: at the start.
         restarts: attempts of this run that died before.
 
     Raises:
         WorkerDied: another attempt may succeed.
     """
+    attempts.interruptible()
     placement = plan(config)
     state: dict[str, Any] = recovery.read_state(checkpoint) if checkpoint else {"step": -1, "wandb_id": None}
-    start_ray(placement)
-    tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
+    tracker: Tracker | None = None
+    try:
+        start_ray(placement)
+        attempts.interruptible()
+        tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
+        pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
+        asyncio.run(work(config, inputs, run_dir, checkpoint, restarts, tracker, pools))
+    except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
+        raise KeyboardInterrupt from None
+    finally:
+        attempts.interruptible()
+        if tracker is not None:
+            tracker.close()
+        ray.shutdown()
+
+
+async def work(
+    config: Config,
+    inputs: Inputs,
+    run_dir: Path,
+    checkpoint: Path | None,
+    restarts: int,
+    tracker: Tracker,
+    pools: dict[str, Pool],
+) -> None:
+    """Start engines and ranks in ``pools``, train, and end them again; the rest is as in `attempt`."""
     controller: Controller | None = None
     task = asyncio.current_task()
     assert task is not None
     attempts.on_signal(tracker, task)
     try:
-        pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
-        for sentence in inputs.adapters:
-            tracker.say(sentence)
+        for note in inputs.notes:
+            tracker.say(note)
         inputs.stream.position = 0
         controller = await start_workers(config, inputs, run_dir, tracker, pools)
         if checkpoint:
             await controller.learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
             tracker.say(f"resumed after step {controller.step} from {checkpoint}")
-        controller.faults["learner_restarts"] = restarts
+        controller.faults.counts["learner_restarts"] = restarts
         attempts.on_signal(tracker, task, controller)
         await controller.run()
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except Exception as error:
-        raise await attempts.explain(error, controller) from None
+        raise await attempts.conclude(error, controller) from None
     finally:
         if controller is not None:
             await attempts.close(controller)
-        tracker.close()
-        ray.shutdown()
 
 
 async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker, pools: dict[str, Pool]) -> Controller:
@@ -219,10 +267,17 @@ async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: 
         evaluators = RolloutGroup.launch(
             evaluator_config(config), inputs.model_path, f"{logs}/evaluation", pools["rollout"].behind(config.rollout.workers)
         )
-    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"])
+    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"], (inputs.environment.name,))
     limit = config.cluster.startup_timeout_s
-    groups: set[Any] = {rollouts, evaluators, learner}
-    await asyncio.wait_for(asyncio.gather(*(group.start() for group in groups)), limit)
+    starts = [group.start() for group in {rollouts, evaluators}]
+    starts.append(started("The learner", f"{logs}/learner_*.log", learner.start()))
+    try:
+        async with asyncio.timeout(limit):
+            await asyncio.gather(*starts)
+    except TimeoutError:
+        raise StartFailed(
+            f"Engines and learner did not start within cluster.startup_timeout_s={limit:g}; see {logs}."
+        ) from None
     return make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
 
 

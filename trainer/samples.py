@@ -18,7 +18,9 @@ import numpy as np
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch
-from trainer.metrics import episode_rewards
+from trainer.metrics import episode_rewards, extra_numbers
+from trainer.step_names import is_step_name, step_of
+from workers.environments.base import FAILURE
 
 
 @dataclass
@@ -73,6 +75,8 @@ def as_rows(step: int, sample: Sample, tokenizer: Any, max_tokens: int) -> list[
                 "prompt": _clipped(tokenizer.decode(tokens[:first]), max_tokens),
                 "response": _clipped(tokenizer.decode(tokens[first:]), max_tokens),
                 "reward": float(batch.rewards[span].sum()),
+                "reward_extra": extra_numbers(batch.metadata[b]),
+                "reward_failure": batch.metadata[b].get(FAILURE),
                 "finish": batch.finish[b],
                 "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,
                 "length": len(tokens),
@@ -149,7 +153,7 @@ def write(directory: Path, step: int, rows: Iterable[dict[str, Any]], max_bytes:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows), "utf-8")
     os.replace(temporary, path)
-    files = sorted(directory.glob("step_*.jsonl"))
+    files = _samples(directory)
     sizes = {file: file.stat().st_size for file in files}
     while len(files) > 2 and sum(sizes[file] for file in files) > max_bytes:
         steps = [step_of(file) for file in files]
@@ -159,20 +163,20 @@ def write(directory: Path, step: int, rows: Iterable[dict[str, Any]], max_bytes:
 
 def drop_after(directory: Path, step: int) -> None:
     """Remove samples of steps after ``step``, which an attempt that died has left."""
-    for file in directory.glob("step_*.jsonl"):
+    for file in _samples(directory):
         if step_of(file) > step:
             file.unlink()
 
 
-def step_of(file: Path) -> int:
-    """The step that a sample file belongs to."""
-    return int(file.stem.removeprefix("step_"))
-
-
 def sampled_steps(run_dir: Path) -> dict[int, Path]:
     """step -> file, in order."""
-    files = (run_dir / "rollouts").glob("step_*.jsonl")
-    return dict(sorted((step_of(file), file) for file in files if file.stem.removeprefix("step_").isdecimal()))
+    return {step_of(file): file for file in _samples(run_dir / "rollouts")}
+
+
+def _samples(directory: Path) -> list[Path]:
+    """The sample files in the order of their steps; a copy under another name is none."""
+    files = [file for file in directory.glob("step_*.jsonl") if is_step_name(file.stem)]
+    return sorted(files, key=step_of)
 
 
 def read(file: Path) -> list[dict[str, Any]]:

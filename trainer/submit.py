@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,11 @@ import requests
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from rlframe.checks import check
 from rlframe.config import Config, ConfigError
 from trainer.cluster import lost_run_dir
-from trainer.compose import compose, load_yaml, to_yaml
+from trainer.compose import compose, load_yaml, resumed, to_yaml
+from trainer.redact import redact_text, secret_names
+from workers.process import refuse_shadowing
 
 T = TypeVar("T")
 
@@ -36,8 +37,6 @@ STOP_WAIT_S = 600
 """How long a stopped job may take to finish its step and save, before Ray kills it; Ray's own limit is 3 seconds."""
 EXCLUDES = (".git", ".venv*", ".env*", ".netrc", "*.pem", "*.key", "id_rsa*", "runs", "wandb", "__pycache__")
 """Never part of the working directory that is sent, besides what .gitignore names."""
-SECRET = re.compile(r"((api|access|private|secret|auth)_?key|(^|_)(secret|password|passwd|token|credentials?))$", re.IGNORECASE)
-"""Names of settings and variables that hold secrets."""
 
 
 @dataclass(frozen=True)
@@ -78,31 +77,32 @@ def training(overrides: Sequence[str], working_dir: str | None, env: Sequence[st
     Raises:
         ConfigError: a setting is refused, the run directory would be lost, or something looks like a secret.
     """
+    _refuse_shadowing(working_dir)
     config = compose(overrides)
-    _refuse_secrets(_names(dataclasses.asdict(config)))
+    _refuse_secrets(dataclasses.asdict(config))
     _check_run_dir(config.run_dir)
     return Job(("rlframe", "train", *overrides), working_dir, _variables(env), config.name)
 
 
 def resuming(run: str, overrides: Sequence[str], working_dir: str | None, env: Sequence[str]) -> Job:
     """A job that goes on with the run in ``run``, a path on the cluster; see `training`."""
+    _refuse_shadowing(working_dir)
     _check_run_dir(run)
     config = _resumed(Path(run), overrides)
-    _refuse_secrets(_names(dataclasses.asdict(config)) if config else (text.partition("=")[0] for text in overrides))
-    return Job(("rlframe", "resume", run, *overrides), working_dir, _variables(env), config.name if config else Path(run).name)
+    _refuse_secrets(dataclasses.asdict(config))
+    if not (Path(run) / "config.yaml").exists():
+        return Job(("rlframe", "resume", run, *overrides), working_dir, _variables(env), Path(run).name)
+    return Job(("rlframe", "resume", run, *overrides), working_dir, _variables(env), config.name)
 
 
-def _resumed(run: Path, overrides: Sequence[str]) -> Config | None:
-    """The configuration of the run, if its directory is visible here too; if not, the overrides are checked alone."""
+def _resumed(run: Path, overrides: Sequence[str]) -> Config:
+    """The configuration of the run, if its directory is visible here too; if not, the defaults with the overrides."""
     if (run / "config.yaml").exists():
-        config = load_yaml(run / "config.yaml", overrides)
-        check(config)
-        return config
+        return resumed(run, overrides)
     with tempfile.TemporaryDirectory() as folder:
         defaults = Path(folder) / "config.yaml"
-        defaults.write_text(to_yaml(Config()))
-        load_yaml(defaults, overrides)
-    return None
+        defaults.write_text(to_yaml(Config()), "utf-8")
+        return load_yaml(defaults, overrides)
 
 
 def _check_run_dir(run_dir: str) -> None:
@@ -110,22 +110,17 @@ def _check_run_dir(run_dir: str) -> None:
         raise ConfigError(lost_run_dir(run_dir))
 
 
-def _names(tree: Any, prefix: str = "") -> Iterator[str]:
-    """The settings of a job that have a value, those inside free-form dictionaries too."""
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            yield from _names(value, f"{prefix}.{name}" if prefix else str(name))
-    elif tree is not None:
-        yield prefix
+def _refuse_shadowing(working_dir: str | None) -> None:
+    if working_dir is not None:
+        refuse_shadowing(working_dir)
 
 
-def _refuse_secrets(names: Iterable[str]) -> None:
-    for name in names:
-        if SECRET.search(name):
-            raise ConfigError(
-                f"{name} looks like a secret, and Ray stores and shows what a job is given; set it where `ray start` runs "
-                "(the job inherits that environment) or in a file on the cluster, such as ~/.netrc for wandb."
-            )
+def _refuse_secrets(tree: Mapping[str, Any]) -> None:
+    for name in secret_names(tree):
+        raise ConfigError(
+            f"{name} looks like a secret, and Ray stores and shows what a job is given; set it where `ray start` runs "
+            "(the job inherits that environment) or in a file on the cluster, such as ~/.netrc for wandb."
+        )
 
 
 def _variables(assignments: Sequence[str]) -> dict[str, str]:
@@ -195,7 +190,7 @@ class Cluster:
         """Status of a job, and what Ray says about it in one line."""
         with self._answers(job_id):
             info = self.client.get_job_info(job_id)
-        return info.status, (info.message or "").splitlines()[0] if info.message else ""
+        return info.status, redact_text(info.message.splitlines()[0]) if info.message else ""
 
     def logs(self, job_id: str) -> str:
         """What the job has printed so far."""
@@ -223,7 +218,7 @@ class Cluster:
         with self._answers():
             jobs = [job for job in self.client.list_jobs() if job.submission_id]
         jobs.sort(key=lambda job: job.start_time or 0, reverse=True)
-        return [(job.submission_id or "", job.status, job.entrypoint.removeprefix("exec ")) for job in jobs]
+        return [(job.submission_id or "", job.status, redact_text(job.entrypoint.removeprefix("exec "))) for job in jobs]
 
     @contextmanager
     def _answers(self, job_id: str | None = None) -> Iterator[None]:

@@ -20,8 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlframe.config import Config
 from trainer import samples
 from trainer.gauges import Gauges, endpoint
+from trainer.redact import redact_text
 from trainer.samples import Sample
-from trainer.wandb_log import WandbLog
+from trainer.wandb_log import WandbLog, wandb_mode
 
 
 class Tracker:
@@ -47,7 +48,8 @@ class Tracker:
             disable=not self.console.is_terminal or not config.log.console,
         )
         self.bar = self.progress.add_task(config.name, total=config.steps, completed=max(step, 0))
-        self.wandb = WandbLog(config, run_dir, wandb_id, logged) if config.log.wandb != "disabled" else None
+        mode = wandb_mode(config.log.wandb)
+        self.wandb = WandbLog(config, run_dir, wandb_id, logged, mode, self.say) if mode != "disabled" else None
         self.gauges = Gauges(config.name) if ray.is_initialized() else None
         if self.gauges:
             self.note(f"gauges: {endpoint() or 'this node exports none'}")
@@ -60,13 +62,18 @@ class Tracker:
         """Id of the wandb run, kept in checkpoints."""
         return self.wandb.id if self.wandb else None
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step is recorded, be it step 0."""
+        return has_steps(self.run_dir)
+
     def say(self, text: str) -> None:
         """A line for the console."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(redact_text(text), highlight=False, soft_wrap=True, markup=False)
 
     def note(self, text: str) -> None:
         """A line for ``logs/controller.log`` only."""
-        self.notes.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
+        self.notes.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {redact_text(text)}\n")
         self.notes.flush()
 
     def log(self, step: int, metrics: dict[str, float], sample: Sample | None = None) -> None:
@@ -101,6 +108,12 @@ class Tracker:
             self.wandb.close()
         self.file.close()
         self.notes.close()
+
+
+def has_steps(run_dir: Path) -> bool:
+    """Whether a step of the run is recorded, be it step 0."""
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
 
 
 def console_line(step: int, steps: int, metrics: dict[str, float]) -> str:

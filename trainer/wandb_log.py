@@ -1,4 +1,4 @@
-"""The wandb run of a job: one for all attempts, every step once, no secrets. Not used with ``log.wandb=disabled``."""
+"""The wandb run of a job: one for all attempts, every step once, no secrets. Not used where `wandb_mode` is ``disabled``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,36 @@ import netrc
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlframe.config import Config
+from rlframe.config import Config, ConfigError
 from rlframe.files import replace
 from trainer.redact import redact_text, without_secrets
 
 MAX_TEXT = 10_000
 """Characters of one text in the table of rollouts."""
+CONNECT_S = 20.0
+"""How long wandb's server may take to begin a run, before it is kept on this machine."""
+FINISH_S = 300.0
+"""How long the upload of what is left may take at the end of a run."""
+
+
+def wandb_mode(setting: str, environment: Mapping[str, str] = os.environ) -> str:
+    """``online``, ``offline`` or ``disabled``: the setting, or where that is ``auto`` WANDB_MODE, else whether there is a key.
+
+    Raises:
+        ConfigError: WANDB_MODE is none of wandb's modes.
+    """
+    if setting != "auto":
+        return setting
+    wanted = environment.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+    modes = {"online": "online", "run": "online", "shared": "online", "offline": "offline", "dryrun": "offline"}
+    if wanted not in {*modes, "disabled"}:
+        raise ConfigError(f"WANDB_MODE={wanted} is not known; choose one of online, offline, disabled.")
+    return modes.get(wanted, wanted)
 
 
 def id_file(run_dir: Path) -> Path:
@@ -30,42 +49,28 @@ def id_file(run_dir: Path) -> Path:
 class WandbLog:
     """An open wandb run; resumed when it has an id already."""
 
-    def __init__(self, config: Config, run_dir: Path, run_id: str | None, logged: int) -> None:
-        """Start the run.
+    def __init__(
+        self, config: Config, run_dir: Path, run_id: str | None, logged: int, mode: str, say: Callable[[str], None]
+    ) -> None:
+        """Start the run; without a server that answers, on this machine only.
 
         Args:
-            config: the job; ``log.wandb`` is not ``disabled``.
+            config: the job.
             run_dir: holds the folder ``wandb``.
-            run_id: of the run to go on with; None: the one that this directory began (its id is written down before wandb
+            run_id: of the run to resume; None: the one that this directory began (its id is written down before wandb
                 hears of it, so that a crash before the first checkpoint loses nothing), or a new one.
             logged: last step that an earlier attempt has logged; -1: none.
+            mode: ``online`` or ``offline``.
+            say: shows a line to the user.
         """
-        import wandb
-
         begun = id_file(run_dir)
         if run_id is None and begun.exists():
             run_id = begun.read_text().strip()
         goes_on, run_id = run_id is not None, run_id or secrets.token_hex(4)
         begun.parent.mkdir(exist_ok=True)
         replace(begun, run_id + "\n")
-        mode: Any = config.log.wandb
-        if mode == "auto":
-            mode = "online" if _has_key() else "offline"
-        # What wandb records of the machine includes the command line, which must not hold secrets.
-        plain = all(redact_text(text) == text for text in sys.argv)
-        self.run = wandb.init(
-            project=config.log.project,
-            entity=config.log.entity,
-            name=config.name,
-            id=run_id,
-            resume="allow",
-            mode=mode,
-            dir=str(run_dir),
-            config=without_secrets(asdict(config)),
-            allow_val_change=True,
-            settings=wandb.Settings(silent=True, console="off", disable_code=True, x_disable_meta=not plain),
-        )
-        self.first = 0 if not goes_on else logged + 1 if mode == "offline" else self.run.step
+        self.run = _begin(config, run_dir, run_id, mode, say)
+        self.first = 0 if not goes_on else logged + 1 if self.run.offline else self.run.step
         self.metrics_file = run_dir / "metrics.jsonl"
 
     @property
@@ -96,6 +101,42 @@ class WandbLog:
         self.run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
+def _begin(config: Config, run_dir: Path, run_id: str, mode: str, say: Callable[[str], None]) -> Any:
+    """``wandb.init``; offline where it cannot be online."""
+    if not os.environ.get("WANDB_MODE", "unset"):
+        del os.environ["WANDB_MODE"]  # empty, which wandb itself refuses
+    import wandb
+
+    # What wandb records of the machine includes the command line, which must not hold secrets.
+    plain = all(redact_text(text) == text for text in sys.argv)
+    options: dict[str, Any] = {
+        "project": config.log.project,
+        "entity": config.log.entity,
+        "name": redact_text(config.name),
+        "id": run_id,
+        "resume": "allow",
+        "dir": str(run_dir),
+        "config": without_secrets(asdict(config)),
+        "allow_val_change": True,
+        "settings": wandb.Settings(
+            silent=True,
+            console="off",
+            disable_code=True,
+            x_disable_meta=not plain,
+            init_timeout=CONNECT_S,
+            finish_timeout=FINISH_S,
+        ),
+    }
+    if mode == "online":
+        try:
+            return wandb.init(mode="online", **options)
+        except wandb.Error as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            wandb.teardown()  # its process still holds the id
+            say(f"wandb cannot be reached ({reason}); the run is kept offline, for `wandb sync` later.")
+    return wandb.init(mode="offline", **options)
+
+
 def table(rows: Sequence[dict[str, Any]]) -> Any:
     """Sampled rollouts as a ``wandb.Table``; means are over sampled tokens."""
     import wandb
@@ -111,6 +152,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
         "advantage",
         "value",
         "ratio",
+        "reward extra",
     ]
     data: list[Any] = [
         [
@@ -122,6 +164,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Any:
             row["finish"],
             row["versions"][0] if row["versions"] else None,
             *(_mean(row["tokens"].get(name)) for name in ("advantage", "value", "ratio")),
+            json.dumps(row.get("reward_extra", {})),
         ]
         for row in rows
     ]

@@ -1,4 +1,4 @@
-"""What every loop of the controller waits for, since when, and what happens when a step never ends.
+"""What every loop of the controller waits for, since when, and what happens when nothing moves any more.
 
 The watchdog knows loops by name and by what they say; it knows no rollouts and no learner.
 """
@@ -8,37 +8,50 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-
-class Stuck(RuntimeError):
-    """A loop waited too long; the message is one sentence that says for what, and where the dump is."""
+from trainer.failures import RunFailed
 
 
-@dataclass(frozen=True, eq=False)
+class Stuck(RunFailed):
+    """Nothing moved for too long; the message is one sentence that says what is waited for, and where the dump is."""
+
+
+@dataclass(eq=False)
 class _Wait:
     """One wait of one loop."""
 
     what: str
-    since: float
     because: Callable[[], str] | None
+    progress: Callable[[], Any]
+    began: float = field(default_factory=lambda: time.monotonic())
+
+    def __post_init__(self) -> None:
+        self.moved, self.seen = self.began, self.progress()
+
+    def look(self) -> None:
+        """Notice progress."""
+        if (now := self.progress()) != self.seen:
+            self.moved, self.seen = time.monotonic(), now
 
     @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.since
+    def still(self) -> float:
+        """Seconds without progress."""
+        return time.monotonic() - self.moved
 
     def __str__(self) -> str:
         because = self.because() if self.because else ""
-        return f"{self.seconds:.0f} s for {self.what}{because and ': '}{because}"
+        since = "" if self.moved == self.began else f", {self.still:.0f} s of them without progress"
+        return f"{time.monotonic() - self.began:.0f} s for {self.what}{since}{because and ': '}{because}"
 
 
 class Watchdog:
     """Watches one loop, ``learn``, on which all others have to work; see `watch`.
 
     Args:
-        limit_s: longest time that the loop may wait for one thing, seconds.
+        limit_s: longest time without progress of what the loop waits for, seconds.
         dump_file: where the dump goes.
         say: takes a line for the console.
     """
@@ -47,12 +60,25 @@ class Watchdog:
         self.limit_s, self.dump_file, self.say = limit_s, dump_file, say
         self._waiting: dict[str, _Wait] = {}
 
-    def waits(self, loop: str, what: str, because: Callable[[], str] | None = None) -> None:
-        """``loop`` waits for ``what`` from now on; ``because`` says, when asked, what that depends on (a clause)."""
-        self._waiting[loop] = _Wait(what, time.monotonic(), because)
+    def waits(
+        self,
+        loop: str,
+        what: str,
+        because: Callable[[], str] | None = None,
+        progress: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """``loop`` waits for ``what`` from now on.
+
+        Args:
+            loop: its name.
+            what: what it waits for; another wait is progress.
+            because: says, when asked, what that depends on (a clause).
+            progress: gives another value when what is waited for has come nearer.
+        """
+        self._waiting[loop] = _Wait(what, because, progress)
 
     async def watch(self) -> None:
-        """Warn once when ``learn`` has waited for half the limit, and fail with a dump when it has for all of it.
+        """Warn once when what ``learn`` waits for has not moved for half the limit, and fail with a dump after all of it.
 
         Raises:
             Stuck: the limit is reached.
@@ -61,12 +87,16 @@ class Watchdog:
         while True:
             await asyncio.sleep(min(1.0, self.limit_s / 10))
             wait = self._waiting.get("learn")
-            if wait is None or wait.seconds <= self.limit_s / 2:
+            if wait is None:
+                continue
+            wait.look()
+            if wait.still <= self.limit_s / 2:
                 continue
             if wait is not warned:
                 warned = wait
-                self.say(f"The learner has waited {wait}. The run ends at cluster.watchdog_s={self.limit_s:g}.")
-            if wait.seconds > self.limit_s:
+                limit = f"cluster.watchdog_s={self.limit_s:g}"
+                self.say(f"The learner has waited {wait}. After {limit} without progress the run ends.")
+            if wait.still > self.limit_s:
                 self._write_dump()
                 raise Stuck(f"The learner has waited {wait}. What every loop and task waits for is in {self.dump_file}.")
 

@@ -6,11 +6,11 @@ Targets and advantages are computed in `rlframe.advantages`, not here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rlframe.config import Config
+from rlframe.config import Config, ConfigError
 from rlframe.losses.value import ValueLoss, ValuePrediction
 from rlframe.metrics import Metrics
 from rlframe.sessions import Session
@@ -20,12 +20,36 @@ from rlframe.types import Batch
 class Critic:
     """Value models on one rank; every method is called on all ranks together."""
 
-    def __init__(self, sessions: dict[str, Session], config: Config) -> None:
-        """``sessions``: by environment name when ``critic.per_env``, else the members of the ensemble."""
+    def __init__(self, sessions: dict[str, Session], config: Config, environments: Sequence[str] = ()) -> None:
+        """``sessions``: the members of the ensemble, or one for each of ``environments`` when ``critic.per_env``.
+
+        Raises:
+            ConfigError: ``critic.per_env`` and there is not one session for each environment.
+        """
         self.sessions = sessions
         self.config = config.critic
+        if self.config.per_env and (not environments or len(environments) != len(sessions)):
+            raise ConfigError(
+                f"critic.per_env=true needs one critic for each environment, but there are {len(sessions)} critics for "
+                f"{len(environments)} environments."
+            )
+        self.environments = dict(zip(sessions, environments, strict=True)) if self.config.per_env else {}
+        """Session name -> the environment that it is for, with ``critic.per_env``."""
         self.micro_batch_tokens = config.actor.micro_batch_tokens
         self.loss = ValueLoss(self.config.vf_coef, self.config.clip_range)
+
+    def check(self, batch: Batch) -> None:
+        """Refuse a whole batch with a trajectory that no critic is for.
+
+        Raises:
+            ValueError: naming the trajectory and its environment.
+        """
+        if not self.config.per_env:
+            return
+        for b, env in enumerate(batch.envs):
+            if env not in self.environments.values():
+                known = ", ".join(self.environments.values())
+                raise ValueError(f"{batch.name(b)}: no critic is for its environment {env!r}; critic.per_env=true has {known}.")
 
     def values(self, shard: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Values [N] before every action token and bootstrap values [B] after the last token, of this rank's shard."""
@@ -48,7 +72,7 @@ class Critic:
         """
         parts = []
         for session, which in self._members(shard):
-            count = num_actions.get(session.name, 0) if self.config.per_env else sum(num_actions.values())
+            count = num_actions.get(self.environments[session.name], 0) if self.config.per_env else sum(num_actions.values())
             if not count:
                 continue
             outputs = session.forward_backward(shard.select(which), self.loss, self.micro_batch_tokens)
@@ -61,7 +85,8 @@ class Critic:
     def _members(self, shard: Batch) -> Iterator[tuple[Session, np.ndarray]]:
         for name, session in self.sessions.items():
             if self.config.per_env:
-                yield session, np.array([b for b, env in enumerate(shard.envs) if env == name], np.int64)
+                mine = [b for b, env in enumerate(shard.envs) if env == self.environments[name]]
+                yield session, np.array(mine, np.int64)
             else:
                 yield session, np.arange(len(shard))
 

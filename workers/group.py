@@ -30,8 +30,10 @@ class LearnerGroup:
         self.ranks = ranks
 
     @classmethod
-    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> Self:
-        """Create the actors in ``pool``; `start` makes them a group."""
+    def launch(
+        cls, config: Config, model_path: str, log_dir: str | None, pool: Pool, environments: tuple[str, ...] = ()
+    ) -> Self:
+        """Create the actors in ``pool``; `start` makes them a group. ``environments``: see `LearnerRank`."""
         actor = config.actor
         remote: Any = ray.remote(concurrency_groups={"files": 1})(cls.rank_class)  # type: ignore[call-overload]
         ranks = [
@@ -40,7 +42,7 @@ class LearnerGroup:
                 num_gpus=actor.gpus,
                 runtime_env={"env_vars": _environment(config)},
                 **pool.options(rank),
-            ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log")
+            ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log", environments)
             for rank in range(actor.ranks)
         ]
         return cls(ranks)

@@ -35,10 +35,14 @@ from workers.session_specs import actor_spec, critic_spec
 class LearnerRank:
     """Ray actor: one rank of the learner group."""
 
-    def __init__(self, config: Config, model_path: str, rank: int, log_file: str | None) -> None:
+    def __init__(
+        self, config: Config, model_path: str, rank: int, log_file: str | None, environments: tuple[str, ...] = ()
+    ) -> None:
+        """``environments``: names that the trajectories' `Trajectory.env` will have; needed for ``critic.per_env``."""
         redirect_output(log_file)
         torch.set_num_threads(config.actor.threads)
         self.config, self.model_path, self.rank, self.ranks = config, model_path, rank, config.actor.ranks
+        self.environments = environments
         on_gpu = config.cluster.device == "cuda" or (config.cluster.device == "auto" and config.actor.gpus > 0)
         self.device = torch.device("cuda" if on_gpu else "cpu")
 
@@ -65,11 +69,11 @@ class LearnerRank:
         policy_backbone = self._backbone(trainable=actor.mode == "full")
         self.actor = Actor(policy_backbone.create_session("actor", actor_spec(self.config)), self.config)
         self.critic: Critic | None = None
-        if names := critic_names(self.config):
+        if names := critic_names(self.config, max(len(self.environments), 1)):
             shared = actor.mode == "lora" and critic.mode == "lora"
             backbone = policy_backbone if shared else self._backbone(trainable=critic.mode == "full")
             sessions = {name: backbone.create_session(name, critic_spec(self.config, i)) for i, name in enumerate(names)}
-            self.critic = Critic(sessions, self.config)
+            self.critic = Critic(sessions, self.config, self.environments)
 
     def _backbone(self, trainable: bool) -> Backbone:
         model = self.config.model
@@ -87,11 +91,13 @@ class LearnerRank:
     def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Values and bootstrap values of this rank's shard of ``batch``."""
         assert self.critic is not None
+        self.critic.check(batch)
         return self.critic.values(batch.shard(self.rank, self.ranks))
 
     def update_critic(self, batch: Batch) -> Metrics:
         """One critic step on ``batch`` (returns and values set); the metrics of this rank's shard."""
         assert self.critic is not None
+        self.critic.check(batch)
         counts: dict[str, int] = {}
         for b, env in enumerate(batch.envs):
             counts[env] = counts.get(env, 0) + int(batch.action_mask[batch.offsets[b] : batch.offsets[b + 1]].sum())

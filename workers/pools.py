@@ -8,6 +8,7 @@ spread (they exchange nothing with each other). What is asked for, and whether i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 NOTICE_S = 5.0
 """Resources that are not free after this long are worth a line on the console."""
+POLL_S = 0.1
+"""Seconds between two looks at what is being reserved."""
 
 
 class Request(Protocol):
@@ -88,18 +91,28 @@ def reserve(requests: list[Request], timeout_s: float, on_wait: Callable[[], Non
             continue
         group = placement_group([bundle] * request.count, strategy=request.strategy)
         groups[request.name] = group
-        ready = group.wait(min(NOTICE_S, timeout_s))
+        ready = _wait(group, min(NOTICE_S, timeout_s))
         if not ready and timeout_s > NOTICE_S:
             if not waited:
                 on_wait()
                 waited = True
-            ready = group.wait(timeout_s - NOTICE_S)
+            ready = _wait(group, timeout_s - NOTICE_S)
         if not ready:
             for reserved in groups.values():
                 remove_placement_group(reserved)
             return None
         pools[request.name] = Pool(group, _by_node(group))
     return pools
+
+
+def _wait(group: PlacementGroup, timeout_s: float) -> bool:
+    """Whether ``group`` is reserved within the time; unlike its own ``wait``, this hears signals."""
+    deadline = time.monotonic() + timeout_s
+    while placement_group_table(group).get("state") != "CREATED":
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def _by_node(group: PlacementGroup) -> tuple[int, ...]:

@@ -4,11 +4,37 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
+
+import rlframe
+from rlframe.config import ConfigError
+
+PACKAGES = ("rlframe", "workers", "trainer")
+
+
+def refuse_shadowing(folder: str) -> None:
+    """Refuse a folder of the user with modules that are named like our packages.
+
+    Ray puts the directory that a job runs in before the installed packages, so that its processes would import those.
+
+    Raises:
+        ConfigError: there is one; it names it.
+    """
+    ours = Path(rlframe.__file__).parents[1]
+    for name in PACKAGES:
+        found = PathFinder.find_spec(name, [os.path.abspath(folder)])
+        if found is None or found.origin is None:  # a folder without __init__.py does not come before an installed package
+            continue
+        if not os.path.samefile(found.origin, ours / name / "__init__.py"):
+            raise ConfigError(
+                f"{found.origin} has the name of a package of rlframe, and Ray's processes would import it instead; rename it, "
+                "or start from another folder."
+            )
 
 
 def find_modules_in(folder: str) -> None:
-    """Let modules of the user in ``folder`` be imported; what is installed goes first, so that nothing of ours is shadowed."""
+    """Let modules of the user in ``folder`` be imported; what is on the path already goes first."""
     if folder not in sys.path:
         sys.path.append(folder)
 

@@ -1,40 +1,29 @@
 """Reward functions of the user, each call in a process that can be killed: a hang, a crash or a leak costs one rollout.
 
-`RewardPool` keeps a few processes (`workers.reward_child`) and speaks JSON with them over socket pairs. What a failure means
-for the run (``task.on_reward_failure``) is decided by the environment, not here.
+`RewardPool` keeps a few processes (`workers.reward_process`) and asks them. Whatever goes wrong with one call is
+`RewardFailed`; what that means for the run (``task.on_reward_failure``) is decided by the environment, not here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
+import math
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+import numpy as np
 
 from rlframe.config import ConfigError, TaskConfig
+from workers.reward_process import MAX_MB, Child, RewardFailed, end, ending, greeting, spawn
 
 BUILT_IN = {"math": ("workers.math_reward:math_reward", "math-verify", "math")}
 """Name of a reward of ours -> where it is, the package that it needs, the extra that installs it."""
-ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""Reward processes order sets and hash strings the same way in every process and run."""
-CHILD = Path(__file__).with_name("reward_child.py")
-STARTUP_S = 60.0
-"""Longest time that importing the user's module may take."""
-GRACE_S = 10.0
-"""An orphan ends this long after the time limit of its last call, even if the call never returns."""
-MAX_REPLY = 2**20
-
-
-class RewardFailed(Exception):
-    """One call gave no number; the message completes "... failed: "."""
+MAX_EXTRAS = 32
+"""Most numbers that are kept beside a score."""
+MAX_NAME = 64
+"""Characters of their names that are kept."""
 
 
 @dataclass
@@ -42,8 +31,9 @@ class Score:
     """What a reward function returned."""
 
     value: float
+    """Finite, also as float32."""
     extras: dict[str, float] = field(default_factory=dict)
-    """The other numbers of a returned dict."""
+    """The other finite numbers of a returned dict, the first `MAX_EXTRAS` of them."""
 
 
 def check_reward(task: TaskConfig) -> bool:
@@ -61,22 +51,22 @@ def check_reward(task: TaskConfig) -> bool:
             f"task.reward={task.reward} is not module:function, such as task.reward=my_module:reward_fn, "
             f"nor a reward of ours ({', '.join(BUILT_IN)})."
         )
-    process, connection = _spawn(task, quiet=True)
+    process, connection = spawn(task, _function(task), quiet=True)
     try:
-        connection.settimeout(STARTUP_S)
-        with connection, connection.makefile("r", encoding="utf-8") as stream:
-            line = stream.readline()
+        with connection:
+            reply = greeting(connection, task.reward_startup_timeout_s)
     except TimeoutError:
-        raise ConfigError(f"task.reward={task.reward}: importing it took longer than {STARTUP_S:.0f} s.") from None
+        raise ConfigError(f"task.reward={task.reward}: {_slow_import(task)}.") from None
+    except EOFError:
+        end(process)
+        raise ConfigError(f"task.reward={task.reward}: importing it failed: {ending(process, task)}.") from None
+    except RewardFailed as error:
+        raise ConfigError(f"task.reward={task.reward}: importing it failed: {error}.") from None
     finally:
-        _kill(process)
-        process.wait()
-    if not line:
-        raise ConfigError(f"task.reward={task.reward}: importing it ended the process ({_cause(process, task)}).")
-    reply = json.loads(line)
+        end(process)
     if "error" in reply:
-        raise ConfigError(reply["error"])
-    return bool(reply["verl"])
+        raise ConfigError(_printable(str(reply["error"])))
+    return bool(reply.get("verl"))
 
 
 class RewardPool:
@@ -85,48 +75,73 @@ class RewardPool:
     def __init__(self, task: TaskConfig) -> None:
         self.task = task
         self._places = asyncio.Semaphore(task.reward_workers)
-        self._idle: list[_Child] = []
+        self._idle: list[Child] = []
 
     async def score(self, response: str, row: dict[str, Any]) -> Score:
         """The reward of one response.
 
-        A call that is cancelled, hangs or crashes ends its process; the next call gets a new one.
+        A call that is cancelled, hangs, crashes or sends garbage ends its process; the next call gets a new one.
+
+        Args:
+            response: what the policy wrote.
+            row: what the function is told beside it; values that JSON has no type for arrive as text.
 
         Raises:
-            RewardFailed: no number within ``task.reward_timeout_s``.
+            RewardFailed: no number within ``task.reward_timeout_s``, for whatever reason.
         """
-        request = json.dumps({"response": response, "row": row}, default=str)
-        async with self._places:
-            child = self._idle.pop() if self._idle else await self._start()
-            try:
-                async with asyncio.timeout(self.task.reward_timeout_s):
-                    reply = await child.ask(request)
-            except TimeoutError:
-                child.kill()
-                raise RewardFailed(f"it took longer than task.reward_timeout_s={self.task.reward_timeout_s:g}") from None
-            except BaseException:
-                child.kill()
-                raise
-            if reply.get("end"):
-                child.kill()
-            else:
-                self._idle.append(child)
-        if "error" in reply:
-            raise RewardFailed(reply["error"])
-        return Score(reply["score"], reply["extras"])
-
-    async def _start(self) -> _Child:
-        process, connection = _spawn(self.task)
-        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_REPLY)
-        child = _Child(self.task, process, reader, writer)
         try:
-            async with asyncio.timeout(STARTUP_S):
-                reply = await child.reply()
-            if "error" in reply:
-                raise RewardFailed(reply["error"])
+            request = write_request(response, row)
+            async with self._places:
+                reply = await self._call(request)
+            return read_score(reply)
+        except RewardFailed:
+            raise
+        except Exception as error:  # no process or socket left on this machine, for one
+            raise RewardFailed(_printable(f"{type(error).__name__}: {error}")) from error
+
+    async def _call(self, request: bytes) -> dict[str, Any]:
+        child = await self._take()
+        try:
+            async with asyncio.timeout(self.task.reward_timeout_s):
+                reply = await child.ask(request)
         except TimeoutError:
             child.kill()
-            raise RewardFailed(f"importing it took longer than {STARTUP_S:.0f} s") from None
+            raise RewardFailed(f"it took longer than task.reward_timeout_s={self.task.reward_timeout_s:g}") from None
+        except BaseException:
+            child.kill()
+            raise
+        if reply.get("end"):
+            child.kill()
+        else:
+            self._idle.append(child)
+        return reply
+
+    async def _take(self) -> Child:
+        """A process that is ready; one that has ended since its last call costs the next call nothing."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.ready():
+                return child
+            child.kill()
+        return await self._start()
+
+    async def _start(self) -> Child:
+        process, connection = spawn(self.task, _function(self.task))
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=connection)
+        except BaseException:
+            connection.close()
+            end(process)
+            raise
+        child = Child(self.task, process, reader, writer)
+        try:
+            async with asyncio.timeout(self.task.reward_startup_timeout_s):
+                reply = await child.reply()
+            if "error" in reply:
+                raise RewardFailed(_printable(str(reply["error"])).removesuffix("."))
+        except TimeoutError:
+            child.kill()
+            raise RewardFailed(_slow_import(self.task)) from None
         except BaseException:
             child.kill()
             raise
@@ -138,73 +153,55 @@ class RewardPool:
             self._idle.pop().kill()
 
 
-@dataclass
-class _Child:
-    """One process and the socket to it."""
+def write_request(response: str, row: dict[str, Any]) -> bytes:
+    """A call as JSON.
 
-    task: TaskConfig
-    process: subprocess.Popen[bytes]
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    async def ask(self, request: str) -> dict[str, Any]:
-        """One call."""
-        self.writer.write(request.encode() + b"\n")
-        return await self.reply()
-
-    async def reply(self) -> dict[str, Any]:
-        """The next line."""
-        try:
-            await self.writer.drain()
-            line = await self.reader.readline()
-        except ConnectionError:
-            line = b""
-        if not line:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self.process.wait, 5)
-            raise RewardFailed(f"it ended its process ({_cause(self.process, self.task)})")
-        return json.loads(line)
-
-    def kill(self) -> None:
-        """End the process and all that it started."""
-        self.writer.close()
-        _kill(self.process)
-        self.process.wait()
+    Raises:
+        RewardFailed: JSON cannot hold the row, or it is too large.
+    """
+    try:
+        request = json.dumps({"response": response, "row": row}, default=str).encode()
+    except Exception as error:  # too deep, circular, keys of another type, an integer of 5000 digits, a __str__ that raises
+        raise RewardFailed(_printable(f"its row cannot be written as JSON ({type(error).__name__}: {error})")) from None
+    if len(request) > MAX_MB * 2**20:
+        raise RewardFailed(f"response and row take {len(request) / 2**20:.0f} MiB as JSON, more than {MAX_MB}")
+    return request
 
 
-def _spawn(task: TaskConfig, quiet: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a process; its own session, so that a Ctrl-C for the run does not reach it and its children die with it."""
-    ours, theirs = socket.socketpair()
-    arguments = {
-        "fd": theirs.fileno(),
-        "reward": BUILT_IN[task.reward][0] if task.reward in BUILT_IN else task.reward,
-        "path": [os.path.abspath(entry) for entry in sys.path],
-        "memory_mb": task.reward_memory_mb,
-        "alarm_s": task.reward_timeout_s + GRACE_S,
-    }
-    output = subprocess.DEVNULL if quiet else None
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(CHILD), json.dumps(arguments)],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **ENVIRONMENT},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    return process, ours
+def read_score(reply: dict[str, Any]) -> Score:
+    """The score in an answer.
+
+    Raises:
+        RewardFailed: there is none that a trajectory can hold (float32, finite); or the answer is a reason for that.
+    """
+    if "error" in reply:
+        raise RewardFailed(_printable(str(reply["error"])))
+    value, extras = reply.get("score"), reply.get("extras")
+    if not _is_number(value) or not isinstance(extras, dict):
+        raise RewardFailed("what its process answered is not a score")
+    with np.errstate(over="ignore"):
+        held = float(np.float32(value))
+    if not math.isfinite(value):
+        raise RewardFailed(f"it returned {value}, which is not a finite number")
+    if not math.isfinite(held):
+        raise RewardFailed(f"it returned {value:g}, which is not finite as float32")
+    kept = ((_printable(name)[:MAX_NAME], float(x)) for name, x in extras.items() if _is_number(x) and math.isfinite(x))
+    return Score(float(value), dict(list(kept)[:MAX_EXTRAS]))
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Whether ``value`` is one in JSON, and fits a float."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**1023)
 
 
-def _cause(process: subprocess.Popen[bytes], task: TaskConfig) -> str:
-    """How a process ended, in words."""
-    code = process.poll()
-    memory = f"; task.reward_memory_mb={task.reward_memory_mb} may be too low" if task.reward_memory_mb else ""
-    if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}{memory}"
-    return f"exit code {code}{memory}"
+def _printable(text: str) -> str:
+    """``text`` on one line and without what no file or terminal takes, such as half of a surrogate pair."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _slow_import(task: TaskConfig) -> str:
+    return f"importing it took longer than task.reward_startup_timeout_s={task.reward_startup_timeout_s:g}"
+
+
+def _function(task: TaskConfig) -> str:
+    return BUILT_IN[task.reward][0] if task.reward in BUILT_IN else str(task.reward)

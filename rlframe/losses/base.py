@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from rlframe.corrections import WeightRule
 from rlframe.metrics import Metrics
 from rlframe.types import Batch
 
@@ -27,6 +30,15 @@ class LMHead:
     """First vocabulary row held here."""
     group: Any = None
     """torch.distributed process group over which vocabulary rows are sharded; None when whole."""
+
+    def vocabulary(self) -> int:
+        """V, entries of the whole vocabulary; every rank of ``group`` takes part."""
+        end = self.vocab_start + len(self.weight)
+        if self.group is None:
+            return end
+        ends = torch.tensor([end], device=self.weight.device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
+        return int(ends.item())
 
 
 @dataclass
@@ -72,6 +84,11 @@ class TokenLoss(NamedTuple):
 
 class PolicyTokenLoss(Protocol):
     """A policy loss as a function of one token: log p, log q and the advantage, all [C]."""
+
+    @property
+    def centering(self) -> WeightRule | None:
+        """f where L = -A sg[f(r)] log p, so that scores can be centred with it; None where a weight depends on more than r."""
+        ...
 
     def __call__(self, logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor) -> TokenLoss: ...
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlframe.config import AlgorithmConfig
+from rlframe.heads import MASS_TOLERANCE, head_fault
 from rlframe.losses.base import LMHead
 from rlframe.losses.objective import PolicyTokens
 from rlframe.losses.policy import run_policy_loss
@@ -19,6 +20,7 @@ from rlframe.losses.policy_metrics import policy_metrics
 from rlframe.losses.rules import PolicyRules
 from rlframe.losses.value import squared_errors
 from rlframe.metrics import Metrics
+from rlframe.precision import full_precision
 
 
 class PolicyLossOutputs(NamedTuple):
@@ -56,41 +58,88 @@ def policy_loss(
         logprobs: [A], the sampler's log-probabilities, nats, over the same temperature.
         advantages: [A]
         algorithm: policy_loss, rollout_is, rollout_rs, score_centering and their settings are used.
-        segments: int[A], the trajectory of each token, non-decreasing from 0; by default all tokens are one trajectory.
-        head_ids: int[A, k], the sampler's top-k, with score centering.
+        segments: int[A], the trajectory of each token, non-decreasing, at least 0; by default all tokens are one trajectory.
+        head_ids: int[A, k], the sampler's top-k (or any tokens that do not depend on what was sampled), with score centering.
         head_logprobs: [A, k], nats, normalised over the full vocabulary; -inf in padded entries.
         temperature: what the sampler divided its logits by.
 
     Raises:
         ConfigError: the algorithm is not defined.
-        ValueError: shapes differ, there is no token, a value is not finite, or score centering lacks heads.
+        ValueError: shapes differ, there is no token, a value is not finite, an id is outside of the vocabulary, segments go
+            down, a log-probability is positive, the temperature is not, or heads are missing or cannot be the sampler's.
     """
     count = tokens.numel()
     if not count:
         raise ValueError("policy_loss needs at least one action token.")
-    segments = torch.zeros_like(tokens, dtype=torch.int64) if segments is None else segments.long()
-    for name, tensor in (("tokens", tokens), ("logprobs", logprobs), ("advantages", advantages), ("segments", segments)):
-        if tensor.shape != (count,):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({count},).")
-    for name, tensor in (("logprobs", logprobs), ("advantages", advantages)):
-        if not tensor.isfinite().all():
-            where = int((~tensor.isfinite()).nonzero()[0])
-            raise ValueError(f"{name} is not finite at token {where} (trajectory {int(segments[where])}).")
+    segments = torch.zeros_like(tokens, dtype=torch.int64) if segments is None else segments
     head = lm_head if isinstance(lm_head, LMHead) else LMHead(lm_head)
-    if head.group is None and not 0 <= int(tokens.min()) <= int(tokens.max()) < len(head.weight):
-        raise ValueError(f"tokens has an id outside of the vocabulary of {len(head.weight)} entries.")
-    if head_ids is not None and (
-        head_logprobs is None or head_ids.shape != head_logprobs.shape or head_ids.shape[:1] != (count,)
-    ):
-        raise ValueError(f"head_ids {tuple(head_ids.shape)} and head_logprobs must both have shape ({count}, k).")
+    vocabulary = head.vocabulary()
+    _check_tokens(tokens, logprobs, advantages, segments, vocabulary)
     rules = PolicyRules.of(algorithm)
+    if head_ids is not None or rules.centering is not None:
+        _check_heads(tokens, logprobs, segments, head_ids, head_logprobs, vocabulary, used=rules.centering is not None)
     data = PolicyTokens(
-        tokens.long(), logprobs, advantages, segments, int(segments.max()) + 1, head_ids=head_ids, head_logprobs=head_logprobs
+        tokens.long(),
+        logprobs,
+        advantages,
+        segments.long(),
+        int(segments.max()) + 1,
+        head_ids=head_ids,
+        head_logprobs=head_logprobs,
     )
     objective, out = run_policy_loss(hidden, head, data, rules, temperature)
     return PolicyLossOutputs(out.loss, out.logprobs, out.entropy, policy_metrics(objective, out))
 
 
+def _check_tokens(tokens: Tensor, logprobs: Tensor, advantages: Tensor, segments: Tensor, vocabulary: int) -> None:
+    count = tokens.numel()
+    for name, tensor in (("tokens", tokens), ("logprobs", logprobs), ("advantages", advantages), ("segments", segments)):
+        if tensor.shape != (count,):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected ({count},).")
+    for name, tensor in (("tokens", tokens), ("segments", segments)):
+        if tensor.is_floating_point():
+            raise ValueError(f"{name} must be whole numbers, not {tensor.dtype}.")
+    previous = torch.cat([segments.new_zeros(1), segments[:-1]])
+    for bad, what in (
+        (~logprobs.isfinite(), "logprobs is not finite"),
+        (logprobs > MASS_TOLERANCE, "logprobs has a positive value"),
+        (~advantages.isfinite(), "advantages is not finite"),
+        (segments < previous, "segments go down, or begin below 0,"),
+        ((tokens < 0) | (tokens >= vocabulary), f"tokens has an id outside of the vocabulary of {vocabulary}"),
+    ):
+        if bad.any():
+            where = int(bad.nonzero()[0])
+            raise ValueError(f"{what} at token {where} (trajectory {int(segments[where])}).")
+
+
+def _check_heads(
+    tokens: Tensor,
+    logprobs: Tensor,
+    segments: Tensor,
+    ids: Tensor | None,
+    head_logprobs: Tensor | None,
+    vocabulary: int,
+    *,
+    used: bool,
+) -> None:
+    if ids is None or head_logprobs is None:
+        raise ValueError("Score centering needs head_ids and head_logprobs: the sampler's top-k of every action token.")
+    if ids.shape != head_logprobs.shape or ids.shape[:-1] != tokens.shape or not ids.shape[-1]:
+        raise ValueError(f"head_ids {tuple(ids.shape)} and head_logprobs must both have shape ({len(tokens)}, k).")
+    if ids.is_floating_point():
+        raise ValueError(f"head_ids must be whole numbers, not {ids.dtype}.")
+    if not used:
+        return
+    columns = (tokens, logprobs.double(), ids, head_logprobs.double())
+    fault = head_fault(*(column.detach().cpu().numpy() for column in columns), required=True, likeliest=False)
+    outside = ((ids >= vocabulary) & (head_logprobs > -torch.inf)).any(1)
+    if fault is None and outside.any():
+        fault = int(outside.nonzero()[0]), f"has an id outside of the vocabulary of {vocabulary} in head_ids"
+    if fault is not None:
+        raise ValueError(f"Token {fault[0]} (trajectory {int(segments[fault[0]])}) {fault[1]}.")
+
+
+@full_precision()
 def value_loss(
     values: Tensor, returns: Tensor, old_values: Tensor | None = None, *, vf_coef: float = 1.0, clip_range: float | None = None
 ) -> Tensor:
@@ -104,8 +153,11 @@ def value_loss(
         clip_range: how far a value may leave the old one.
 
     Raises:
-        ValueError: shapes differ, there is no value, or ``clip_range`` without ``old_values``.
+        ValueError: shapes differ, there is no value, one is not finite, or ``clip_range`` without ``old_values``.
     """
     if not values.numel():
         raise ValueError("value_loss needs at least one value.")
+    for name, tensor in (("values", values), ("returns", returns), ("old_values", old_values)):
+        if tensor is not None and not tensor.isfinite().all():
+            raise ValueError(f"{name} is not finite at token {int((~tensor.isfinite()).flatten().nonzero()[0])}.")
     return 0.5 * vf_coef * squared_errors(values, returns, old_values, clip_range)[0].sum()

@@ -6,7 +6,7 @@ with respect to the logits is a scaled softmax plus a scatter: with slopes a = d
     dL/dz = a e_y + sum_v b_v e_v - (a + sum_v b_v) softmax(z).
 
 A chunk of logits therefore yields its own gradient in the forward pass, while it is still there: two matrix products per
-chunk, as many as the unfused loss takes, and none to recompute logits. What the slopes are is an `Objective`'s business.
+chunk, as many as the unfused loss takes, and none to recompute logits. What the slopes are, an `Objective` says.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from rlframe.losses.base import LMHead
 from rlframe.losses.projection import Projection
 from rlframe.losses.softmax import Softmax, softmax
+from rlframe.precision import full_precision
 
 
 class Slopes(NamedTuple):
@@ -66,6 +67,7 @@ class FusedOutputs(NamedTuple):
     """[S, A], as the objective returned them, the loss in row 0 multiplied by the factors."""
 
 
+@full_precision()
 def fused_loss(hidden: Tensor, head: LMHead, objective: Objective, temperature: float = 1.0) -> FusedOutputs:
     """Evaluate ``objective`` on softmax(logits / temperature) and prepare its gradients.
 
@@ -81,17 +83,30 @@ def fused_loss(hidden: Tensor, head: LMHead, objective: Objective, temperature: 
         Outputs in fp32 (fp64 if ``hidden`` is fp64).
 
     Raises:
-        ValueError: hidden and weight do not fit together, or not one state per token.
+        ValueError: hidden and weight do not fit together, not one state per token, ids outside of the vocabulary, or a
+            temperature that is not positive and finite.
     """
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}; logits are divided by it, so it must be above 0 and finite.")
     if hidden.ndim != 2 or head.weight.ndim != 2 or hidden.shape[1] != head.weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and lm_head weight {tuple(head.weight.shape)} must be [A, H] and [V, H]."
         )
     if objective.tokens.shape != hidden.shape[:1]:
         raise ValueError(f"There are {len(hidden)} hidden states for tokens of shape {tuple(objective.tokens.shape)}.")
+    _check_ids(objective, head.vocabulary())
     graph = torch.is_grad_enabled()
     wanted = tuple(graph and t is not None and t.requires_grad for t in (hidden, head.weight, head.bias))
     return FusedOutputs(*_FusedLoss.apply(hidden, head.weight, head.bias, head, objective, temperature, wanted))
+
+
+def _check_ids(objective: Objective, vocabulary: int) -> None:
+    for name, ids in (("tokens", objective.tokens), ("head_ids", objective.head_ids)):
+        if ids is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            where = ((ids < 0) | (ids >= vocabulary)).nonzero()[0].tolist()
+            raise ValueError(
+                f"{name} has {int(ids[tuple(where)])} in row {where[0]}, but the vocabulary has {vocabulary} entries."
+            )
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -119,6 +134,7 @@ class _FusedLoss(torch.autograd.Function):
         outputs = (sweep.stats[0].sum(), sweep.logprobs, sweep.entropy, sweep.stats)
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.save_for_backward(*sweep.projection.gradients())
+        ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
         return outputs
 
     @staticmethod
@@ -126,7 +142,9 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         # A raw sum is usually differentiated as it is; the gradient of a whole lm_head is worth not copying.
         scale = float(grad)
-        return *(g if g is None or scale == 1 else g * scale for g in ctx.saved_tensors), None, None, None, None
+        scaled = (g if g is None or scale == 1 else g * scale for g in ctx.saved_tensors)
+        narrow = (g if g is None else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True))
+        return *narrow, None, None, None, None
 
 
 class _Sweep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,18 +41,20 @@ class LogProbs:
         """Log-probabilities of a micro-batch, nats, 0 off the mask.
 
         Raises:
-            ValueError: shapes differ, or a token is outside of the vocabulary.
+            ValueError: shapes differ, or a token or an entry of a head is outside of the vocabulary.
         """
         if inputs.lm_head is None:
             raise ValueError("Log-probabilities need the lm_head.")
         batch, device = inputs.batch, inputs.hidden.device
         check_rows(batch, len(inputs.hidden))
         rows, producers = action_rows(batch)
-        if inputs.lm_head.group is None:
-            check_vocabulary(batch, len(inputs.lm_head.weight))
+        check_vocabulary(batch, inputs.lm_head.vocabulary())
         index = torch.from_numpy(rows).to(device)
         tokens = torch.from_numpy(batch.tokens[rows]).to(device).long()
-        head_ids = torch.from_numpy(batch.head_ids[rows].clip(min=0)).to(device) if self.head else None
+        head_ids = None
+        if self.head:
+            padded = batch.head_logprobs[rows] == -np.inf
+            head_ids = torch.from_numpy(np.where(padded, 0, batch.head_ids[rows])).to(device)
         with torch.no_grad():
             acting = inputs.hidden.index_select(0, torch.from_numpy(producers).to(device))
             out = fused_loss(acting, inputs.lm_head, _Record(tokens, head_ids), self.temperature)

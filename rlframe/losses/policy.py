@@ -17,7 +17,7 @@ from rlframe.losses.objective import PolicyObjective, PolicyTokens
 from rlframe.losses.policy_metrics import policy_metrics
 from rlframe.losses.rules import PolicyRules
 from rlframe.score_centering import check_heads
-from rlframe.validation import check_finite, check_rows, check_vocabulary
+from rlframe.validation import check_finite, check_logprobs, check_rows, check_vocabulary
 
 
 def run_policy_loss(
@@ -43,8 +43,8 @@ class PolicyLoss:
     needs = "lm_head"
 
     def __init__(self, algorithm: AlgorithmConfig, temperature: float = 1.0) -> None:
-        if not temperature > 0:
-            raise ConfigError(f"rollout.temperature={temperature} cannot be trained on; it must be above 0.")
+        if not 0 < temperature < float("inf"):
+            raise ConfigError(f"rollout.temperature={temperature} cannot be trained on; it must be above 0 and finite.")
         self.rules = PolicyRules.of(algorithm)
         self.temperature = temperature
 
@@ -59,9 +59,9 @@ class PolicyLoss:
         batch, hidden = inputs.batch, inputs.hidden
         check_rows(batch, len(hidden), "advantages")
         rows, producers = action_rows(batch)
-        check_finite(batch, "advantages", "logprobs")
-        if inputs.lm_head.group is None:
-            check_vocabulary(batch, len(inputs.lm_head.weight))
+        check_finite(batch, "advantages")
+        check_logprobs(batch)
+        check_vocabulary(batch, inputs.lm_head.vocabulary())
         if self.rules.centering is not None:
             check_heads(batch, rows)
         device = hidden.device

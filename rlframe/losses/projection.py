@@ -42,11 +42,12 @@ class Projection:
         """``wanted``: whether hidden, weight and bias require gradients."""
         self.hidden, self.head, self.temperature = hidden, head, temperature
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        # Products of two-byte floats are exact in fp32 and accumulated there, at the speed of tensor cores or AMX tiles. A CPU
-        # has no product of bfloat16 matrices with an fp32 result, but one of fp32 copies that hold the same numbers.
-        two_bytes = hidden.dtype == head.weight.dtype != self.dtype and hidden.element_size() == 2
+        # Products of bfloat16 are exact in fp32 and accumulated there, at the speed of tensor cores or AMX tiles. A CPU has no
+        # product of bfloat16 matrices with an fp32 result, but one of fp32 copies that hold the same numbers. float16 is
+        # computed in fp32: dL/dz of unlikely tokens is below its smallest number, and that of large weights above its largest.
+        two_bytes = hidden.dtype == head.weight.dtype == torch.bfloat16
         self.narrow = hidden.is_cuda and two_bytes
-        self._narrow_copies = hidden.device.type == "cpu" and two_bytes and hidden.dtype == torch.bfloat16
+        self._narrow_copies = hidden.device.type == "cpu" and two_bytes
         self._arithmetic = _bfloat16_products if self._narrow_copies else nullcontext
         self.weight = head.weight.detach() if self.narrow else head.weight.detach().to(self.dtype)
         self.bias = None if head.bias is None else head.bias.detach().to(self.dtype)
@@ -121,11 +122,18 @@ class Projection:
                 self.d_weight.addmm_(dz.T, h.to(self.dtype), alpha=factor)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden, weight and bias, each in the dtype of what it belongs to."""
+        """Gradients of hidden, weight and bias, each in the dtype of what it belongs to.
+
+        Those of float16 stay in float32: a sum over many tokens exceeds 65504 before the caller's factor, such as one over
+        their number, brings it back.
+        """
         head = self.head
         owners = (self.hidden, head.weight, head.bias)
         found = (self.d_hidden, self.d_weight, self.d_bias)
-        return tuple(None if g is None or of is None else g.to(of.dtype) for g, of in zip(found, owners, strict=True))
+        return tuple(
+            g if g is None or of is None or of.dtype == torch.float16 else g.to(of.dtype)
+            for g, of in zip(found, owners, strict=True)
+        )
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.hidden.device)

@@ -18,6 +18,11 @@ class WeightedScore:
     rule: WeightRule
     """f"""
 
+    @property
+    def centering(self) -> WeightRule:
+        """f itself."""
+        return self.rule
+
     def __call__(self, logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor) -> TokenLoss:
         log_ratio = logprobs - sampler_logprobs
         weight = self.rule.weight(log_ratio)

@@ -12,7 +12,7 @@ from rlframe.losses.base import PolicyTokenLoss
 from rlframe.losses.cispo import cispo
 from rlframe.losses.dis import dis
 from rlframe.losses.ppo_clip import ppo_clip
-from rlframe.losses.reinforce import WeightedScore, reinforce
+from rlframe.losses.reinforce import reinforce
 
 POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig], PolicyTokenLoss]] = {
     "reinforce": reinforce,
@@ -20,7 +20,7 @@ POLICY_LOSSES: dict[str, Callable[[AlgorithmConfig], PolicyTokenLoss]] = {
     "ppo_clip": ppo_clip,
     "cispo": cispo,
 }
-"""``algorithm.policy_loss`` -> what builds it."""
+"""``algorithm.policy_loss`` -> what builds it; the one list of them."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,10 @@ class PolicyRules:
         """
         check_algorithm(algorithm)
         token_loss = POLICY_LOSSES[algorithm.policy_loss](algorithm)
-        centred = algorithm.score_centering and isinstance(token_loss, WeightedScore)
         return cls(
             token_loss=token_loss,
             sequence_weight=truncation(algorithm.rollout_is_threshold) if algorithm.rollout_is == "sequence" else None,
             rejection=rejection(algorithm.rollout_rs, algorithm.rollout_rs_threshold),
-            centering=token_loss.rule if centred else None,  # type: ignore[attr-defined]
+            centering=token_loss.centering if algorithm.score_centering else None,
             weighs=algorithm.rollout_is is not None or algorithm.policy_loss != "reinforce",
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlframe.config import ConfigError
-from rlframe.corrections import ratio
+from rlframe.corrections import ratio, ratio_slope
 from rlframe.losses.base import LossInputs, LossOutputs
 from rlframe.losses.fused import Slopes, fused_loss
 from rlframe.losses.value import squared_errors
@@ -48,17 +48,18 @@ def cross_entropy(logprobs: Tensor, inputs: Columns) -> tuple[Tensor, Tensor]:
 
 def importance_sampling(logprobs: Tensor, inputs: Columns) -> tuple[Tensor, Tensor]:
     """-exp(log p - log q) A."""
-    loss = -ratio(logprobs - inputs["logprobs"]) * inputs["advantages"]
-    return loss, loss
+    log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
+    return -ratio(log_ratio) * advantages, -ratio_slope(log_ratio) * advantages
 
 
 def ppo(low: float, high: float) -> TokenRule:
     """-min(r A, clip(r, low, high) A) with absolute thresholds (arXiv 1707.06347)."""
 
     def rule(logprobs: Tensor, inputs: Columns) -> tuple[Tensor, Tensor]:
-        r, advantages = ratio(logprobs - inputs["logprobs"]), inputs["advantages"]
-        plain, bounded = r * advantages, r.clamp(low, high) * advantages
-        return -torch.minimum(plain, bounded), torch.where(bounded < plain, 0.0, -plain)
+        log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
+        plain, bounded = ratio(log_ratio) * advantages, ratio(log_ratio).clamp(low, high) * advantages
+        slope = torch.where(bounded < plain, 0.0, -ratio_slope(log_ratio) * advantages)
+        return -torch.minimum(plain, bounded), slope
 
     return rule
 

@@ -1,6 +1,6 @@
 """The critic's loss and its forward-only twin. Values are read at the row that produced a token: V of the state before it.
 
-The value head itself belongs to the session; what the targets are is `rlframe.advantages`' business.
+The value head itself belongs to the session; `rlframe.advantages` computes the targets.
 """
 
 from __future__ import annotations
@@ -110,4 +110,4 @@ def _values(inputs: LossInputs, rows: object) -> Tensor:
         raise ValueError(
             f"value_head returned shape {tuple(values.shape)} for {len(index)} states; it must return one value each."
         )
-    return values
+    return values if values.element_size() > 2 else values.float()

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlframe.config import ConfigError
+from rlframe.engine_checks import SEEDS
 from rlframe.models.arithmetic import ArithmeticOptions, arithmetic_problems
 from rlframe.models.characters import character_tokenizer
 
@@ -64,6 +65,8 @@ def build(folder: Path, **arguments: Any) -> None:
     if unknown := sorted(set(arguments) - known):
         raise ConfigError(f"model.build has no argument {unknown[0]!r}; the tiny model has {', '.join(sorted(known))}.")
     options = TinyOptions(**arguments)
+    if not (isinstance(options.seed, int) and 0 <= options.seed < SEEDS):
+        raise ConfigError(f"model.build.seed={options.seed} is out of range; it must be an integer from 0 to 2**32 - 1.")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums in one order, so that every machine state gives the same model
     try:

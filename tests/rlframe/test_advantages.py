@@ -231,6 +231,19 @@ def test_running_mean_knows_only_the_past_and_survives_a_checkpoint() -> None:
         assert m.baseline(np.array([0.0])) == pytest.approx((0.25 * 2 + 0.5 * 100) / 0.75)
 
 
+def test_a_resume_with_another_decay_keeps_the_past_and_weighs_it_anew() -> None:
+    """Batch means 2, then 100 under decay 0.5; afterwards 0 and 10 under 0.9."""
+    mean = RunningMean(decay=0.5)
+    for reward in (2.0, 100.0):
+        mean.baseline(np.array([reward]))
+    resumed = RunningMean(decay=0.9)
+    resumed.load_state_dict({"decay": 0.5, **mean.state_dict()})  # older checkpoints hold the setting, too
+    assert resumed.decay == 0.9
+    resumed.baseline(np.array([0.0]))
+    weights = np.array([0.25, 0.5, 0.0]) * 0.9 + np.array([0, 0, 0.1])
+    assert resumed.baseline(np.array([10.0])) == pytest.approx(weights @ [2, 100, 0] / weights.sum())
+
+
 @pytest.mark.parametrize(
     ("algorithm", "baselines"),
     [

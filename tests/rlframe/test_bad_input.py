@@ -21,6 +21,7 @@ from rlframe import (
     check_batch,
     compute_advantages,
     policy_loss,
+    value_loss,
 )
 
 POLICY = PolicyLoss(AlgorithmConfig())
@@ -173,7 +174,97 @@ def test_the_functional_form_says_which_argument_is_wrong() -> None:
         ({"tokens": torch.tensor([0, 5, 2])}, "outside of the vocabulary of 5"),
         ({"hidden": torch.randn(2, 4)}, "2 hidden states"),
         ({"algorithm": AlgorithmConfig(score_centering=True)}, "needs head_ids"),
-        ({"head_ids": torch.zeros(3, 2), "head_logprobs": torch.zeros(3, 1)}, "must both have shape"),
+        ({"head_ids": torch.zeros(3, 2).long(), "head_logprobs": torch.zeros(3, 1)}, "must both have shape"),
+        ({"tokens": torch.tensor([0.0, 4.0, 2.0])}, "tokens must be whole numbers"),
+        ({"tokens": torch.tensor([0, -1, 2])}, r"outside of the vocabulary of 5 at token 1 \(trajectory 0\)"),
+        ({"logprobs": torch.tensor([-1.0, 0.1, -1.0])}, r"positive value at token 1 \(trajectory 0\)"),
+        ({"advantages": torch.tensor([1.0, 1.0, torch.inf])}, "advantages is not finite at token 2"),
+        ({"segments": torch.tensor([0.0, 0.0, 0.5])}, "segments must be whole numbers"),
+        ({"segments": torch.tensor([0, 3, 2])}, r"segments go down, or begin below 0, at token 2 \(trajectory 2\)"),
+        ({"segments": torch.tensor([-1, 0, 0])}, r"segments go down, or begin below 0, at token 0 \(trajectory -1\)"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
     ):
         with pytest.raises(ValueError, match=sentence):
             policy_loss(**{**good, **changes})
+
+
+HEADS = {"head_ids": torch.tensor([[0, 1], [3, 4], [1, 2]]), "head_logprobs": torch.log(torch.tensor([[0.5, 0.3]] * 3))}
+NAN, PADDED = float("nan"), -float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "entries", "sentence"),
+    [
+        ("head_ids", 1, [3, 3], "twice in head_ids"),
+        ("head_ids", 1, [3, 5], "outside of the vocabulary of 5 in head_ids"),
+        ("head_ids", 1, [-1, 3], "below 0 in head_ids"),
+        ("head_logprobs", 1, [-0.5, NAN], "no log-probability"),
+        ("head_logprobs", 1, [0.2, -3.0], "no log-probability"),
+        ("head_logprobs", 1, [-0.1, -0.2], "sum to more than 1"),
+        ("head_logprobs", 1, [PADDED, PADDED], "has no head"),
+        ("head_logprobs", 0, [-2.0, -3.0], "another log-probability in head_logprobs than in logprobs"),
+    ],
+)
+def test_heads_that_cannot_be_the_samplers_name_their_token(name: str, row: int, entries: list, sentence: str) -> None:
+    """A duplicate alone makes the gradient wrong by four orders of magnitude."""
+    good = {
+        "hidden": torch.randn(3, 4),
+        "lm_head": torch.randn(5, 4),
+        "tokens": torch.tensor([0, 2, 0]),
+        "logprobs": torch.log(torch.tensor([0.5, 0.1, 0.2])),
+        "advantages": torch.ones(3),
+        "algorithm": AlgorithmConfig(score_centering=True),
+        "segments": torch.tensor([0, 1, 1]),
+        **HEADS,
+    }
+    assert policy_loss(**good).loss.isfinite()
+    padded = good["head_logprobs"].clone()
+    padded[:, 1] = PADDED
+    ids = good["head_ids"].clone()
+    ids[:, 1] = -1  # whatever padded entries hold
+    assert policy_loss(**{**good, "head_ids": ids, "head_logprobs": padded}).loss.isfinite()
+    damaged = good[name].clone()
+    damaged[row] = torch.tensor(entries)
+    with pytest.raises(ValueError, match=rf"Token {row} \(trajectory {min(row, 1)}\) .*{sentence}"):
+        policy_loss(**{**good, name: damaged})
+
+
+@pytest.mark.parametrize("loss", [PolicyLoss(AlgorithmConfig(score_centering=True)), LogProbs(head=True)])
+def test_ids_outside_of_the_vocabulary_name_their_trajectory(loss) -> None:
+    for name, value in (("tokens", 37), ("tokens", -1), ("head_ids", 37), ("head_ids", -2)):
+        case = make_case(4)
+        row = int(case.rows()[-1])
+        getattr(case.batch, name)[row] = value
+        with pytest.raises(ValueError, match=rf"'p2' \(index 2\), token {row - 14}: {name} has {value}"):
+            loss(case.inputs())
+
+
+def test_a_batch_whose_numbers_cannot_be_names_the_trajectory() -> None:
+    case = make_case(5)
+    row = int(case.rows()[-1])
+    case.batch.logprobs[row] = 0.5
+    with pytest.raises(ValueError, match=rf"'p2' \(index 2\), token {row - 14}: logprobs has the positive value 0.5"):
+        POLICY(case.inputs())
+    for offsets, sentence in (
+        ([0, 14, 9, 28], r"'p1' \(index 1\): offsets go down from 14 to 9"),
+        ([1, 9, 14, 28], "begins at 0"),
+    ):
+        case = make_case(5)
+        case.batch.offsets = np.array(offsets)
+        for loss in (POLICY, LogProbs()):
+            with pytest.raises(ValueError, match=sentence):
+                loss(case.inputs())
+        with pytest.raises(ValueError, match=sentence):
+            ValueLoss()(LossInputs(case.hidden, case.batch, value_head=lambda h: h.sum(-1)))
+        with pytest.raises(ValueError, match=sentence):
+            compute_advantages(case.batch, AlgorithmConfig())
+
+
+def test_values_and_returns_of_the_functional_form_are_finite() -> None:
+    for name in ("values", "returns", "old_values"):
+        good = {"values": torch.zeros(3), "returns": torch.ones(3), "old_values": torch.zeros(3), "clip_range": 0.2}
+        good[name] = torch.tensor([0.0, 0.0, torch.nan])
+        with pytest.raises(ValueError, match=f"{name} is not finite at token 2"):
+            value_loss(**good)

@@ -4,8 +4,10 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from rlframe.checks import check, parse_threshold
-from rlframe.config import Config, ConfigError
+from rlframe.checks import check, check_algorithm, parse_threshold
+from rlframe.config import AlgorithmConfig, Config, ConfigError
+from rlframe.losses.policy import PolicyLoss
+from rlframe.losses.rules import POLICY_LOSSES, PolicyRules
 
 
 def config_with(**settings) -> Config:
@@ -42,13 +44,18 @@ CENTRED = {"algorithm__score_centering": True}
     [
         ({**CENTRED, "algorithm__rollout_is": "sequence"}, ["algorithm.score_centering", "algorithm.rollout_is=sequence"]),
         ({**CENTRED, "algorithm__policy_loss": "ppo_clip"}, ["algorithm.score_centering", "algorithm.policy_loss=ppo_clip"]),
-        ({**CENTRED, "rollout__top_p": 0.9}, ["algorithm.score_centering", "rollout.top_p=0.9"]),
+        ({**CENTRED, "rollout__top_p": 0.9}, ["rollout.top_p=0.9 makes", "mass that was kept", "set rollout.top_p=1"]),
+        ({"rollout__top_p": 0.9}, ["rollout.top_p=0.9 makes", "mass that was kept", "set rollout.top_p=1"]),
+        ({"rollout__top_p": 0.99, "rollout__engine": "torch"}, ["rollout.top_p=0.99 makes"]),
+        ({"rollout__engine_args": {"logits_processors": ["m:Cut"]}}, ["rollout.engine_args.logits_processors"]),
+        ({"model__dtype": "float16"}, ["model.dtype=float16 is not known", "float32, bfloat16."]),
+        ({"rollout__dtype": "float8"}, ["rollout.dtype=float8 is not known", "float32, bfloat16, float16."]),
         ({"reorder_window": 300, "max_staleness": 2}, ["reorder_window=300", "256", "max_staleness=2"]),
         ({"reorder_window": 1, "max_staleness": 0}, ["reorder_window=1", "max_staleness=0"]),
         ({"rollout__weight_channel": "nccl", "rollout__engine": "torch"}, ["weight_channel=nccl", "rollout.engine=torch"]),
         ({"rollout__weight_channel": "nccl"}, ["weight_channel=nccl", "actor.mode=lora"]),
         ({"rollout__weight_channel": "nccl", "actor__mode": "full"}, ["weight_channel=nccl", "actor.gpus=0", "rollout.gpus=0"]),
-        ({**CENTRED, "rollout__top_k": 20}, ["algorithm.score_centering", "rollout.top_k=20"]),
+        ({"rollout__top_k": 20}, ["rollout.top_k=20 makes", "mass that was kept", "set rollout.top_k=0"]),
         ({"rollout__engine_args": {"max_model_len": 9}}, ["rollout.engine_args.max_model_len", "rollout.max_model_len"]),
         ({"rollout__engine_args": {"logprobs_mode": "raw_logprobs"}}, ["rollout.engine_args.logprobs_mode"]),
         ({**CENTRED, "rollout__head_size": 0}, ["algorithm.score_centering", "rollout.head_size=0"]),
@@ -89,6 +96,11 @@ CENTRED = {"algorithm__score_centering": True}
         ({"task__train": "p.jsonl"}, ["task.train", "task.name=arithmetic"]),
         ({"task__eval": "p.jsonl"}, ["task.eval", "task.name=arithmetic"]),
         ({"task__on_reward_failure": "ignore"}, ["task.on_reward_failure=ignore", "raise, drop, zero"]),
+        ({"task__last_assistant": "keep"}, ["task.last_assistant=keep", "refuse, drop, continue"]),
+        ({"task__stop": [True]}, ["task.stop has True", "its number"]),
+        ({"task__stop": [""]}, ["task.stop has ''"]),
+        ({"task__stop": [-1]}, ["task.stop has -1"]),
+        ({"eval__size": 0}, ["eval.size=0", "or null"]),
         ({"task__reward_workers": 0}, ["task.reward_workers=0"]),
         ({"task__reward_timeout_s": 0.0}, ["task.reward_timeout_s=0.0"]),
         ({"task__reward_memory_mb": 3}, ["task.reward_memory_mb=3"]),
@@ -110,6 +122,27 @@ def test_a_combination_that_is_not_defined_names_both_settings(settings, named):
     message = refusal(**settings)
     for part in named:
         assert part in message, message
+
+
+def test_engines_may_be_narrower_than_the_trainer():
+    check(config_with(rollout__dtype="float16", model__dtype="bfloat16"))
+
+
+def test_a_loss_that_does_not_say_how_its_scores_are_centred_is_refused(monkeypatch):
+    """Whatever it is called: a check that lists names would let it through, and centering would do nothing."""
+
+    class Squared:
+        centering = None
+
+        def __call__(self, logprobs, sampler_logprobs, advantages):
+            raise NotImplementedError
+
+    monkeypatch.setitem(POLICY_LOSSES, "squared", lambda algorithm: Squared())
+    algorithm = AlgorithmConfig(policy_loss="squared", score_centering=True)
+    for refuse in (check_algorithm, PolicyRules.of, PolicyLoss):
+        with pytest.raises(ConfigError, match=r"policy_loss=squared has none; choose .*reinforce, dis, cispo, or set"):
+            refuse(algorithm)
+    PolicyRules.of(AlgorithmConfig(policy_loss="squared"))
 
 
 @pytest.mark.parametrize("loss", ["reinforce", "dis", "cispo"])

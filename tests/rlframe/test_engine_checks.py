@@ -20,8 +20,9 @@ def sglang_with(**settings) -> Config:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"top_p": 0.9}, ["rollout.engine=sglang", "rollout.top_p=0.9", "rollout.engine=vllm"]),
-        ({"top_k": 20}, ["rollout.engine=sglang", "rollout.top_k=20"]),
+        ({"top_p": 0.9}, ["rollout.top_p=0.9", "rollout.top_p=1"]),
+        ({"top_k": 20}, ["rollout.top_k=20", "rollout.top_k=0"]),
+        ({"engine_args": {"preferred_sampling_params": {"min_p": 0.1}}}, ["rollout.engine_args.preferred_sampling_params"]),
         ({"weight_sync": "adapter"}, ["rollout.on_update=keep", "rollout.on_update=abort", "rollout.weight_sync=merged"]),
         ({"server_urls": ADDRESSES}, ["rollout.server_urls has 2", "rollout.workers=1"]),
         ({"server_urls": ADDRESSES[:1] * 2, "workers": 2}, ["rollout.server_urls", "different"]),

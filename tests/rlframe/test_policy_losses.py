@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlframe import AlgorithmConfig, ConfigError, PolicyLoss
 from rlframe.losses.rules import POLICY_LOSSES
+from rlframe.losses.targets import importance_sampling, ppo
 
 
 def dis(log_p: Tensor, log_q: Tensor, a: Tensor) -> Tensor:
@@ -60,6 +61,51 @@ def one_token(name: str, log_p: float, log_q: float, advantage: float):
     return POLICY_LOSSES[algorithm.policy_loss](algorithm)(*tensors)
 
 
+def clamped(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p - log_q).clamp(-20, 20).exp()
+
+
+def clamped_ppo(log_p: Tensor, log_q: Tensor, a: Tensor, low: float, high: float) -> Tensor:
+    r = clamped(log_p, log_q)
+    return -torch.minimum(r * a, r.clamp(low, high) * a)
+
+
+FAR = {
+    "ppo_clip": (AlgorithmConfig(policy_loss="ppo_clip"), lambda p, q, a: clamped_ppo(p, q, a, 0.8, 1.2)),
+    "cispo": (
+        AlgorithmConfig(policy_loss="cispo"),
+        lambda p, q, a: -clamped(p, q).clamp(0.8, 1.2).detach() * a * p,
+    ),
+    "dis": (
+        AlgorithmConfig(policy_loss="dis"),
+        lambda p, q, a: -torch.where((clamped(p, q) - 1).abs() < 0.2, clamped(p, q), 0.0).detach() * a * p,
+    ),
+    "reinforce": (AlgorithmConfig(), lambda p, q, a: -a * p),
+    "tis": (AlgorithmConfig(rollout_is="token"), lambda p, q, a: -clamped(p, q).clamp(max=2).detach() * a * p),
+    "target importance_sampling": (importance_sampling, lambda p, q, a: -clamped(p, q) * a),
+    "target ppo": (ppo(0.8, 1.2), lambda p, q, a: clamped_ppo(p, q, a, 0.8, 1.2)),
+}
+"""What builds a loss, and its formula with the log-ratio clamped to +-20."""
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_the_gradient_beyond_the_clamp_of_the_log_ratio_is_that_of_the_loss(name: str) -> None:
+    """Where the clamped ratio is a constant the loss is flat, so nothing may pull."""
+    loss, formula = FAR[name]
+    log_r = torch.tensor([-40.0, -25.0, -19.0, -0.1, 0.0, 0.1, 19.0, 25.0, 40.0], dtype=torch.float64).repeat(2)
+    a = torch.tensor([1.5, -0.5], dtype=torch.float64).repeat_interleave(9)
+    log_q = torch.full_like(log_r, -41.0)
+    log_p = (log_q + log_r).requires_grad_()
+    expected = formula(log_p, log_q, a)
+    if isinstance(loss, AlgorithmConfig):
+        got = POLICY_LOSSES[loss.policy_loss](loss)(log_p.detach(), log_q, a)
+        values, slopes = got.loss, got.slope
+    else:
+        values, slopes = loss(log_p.detach(), {"logprobs": log_q, "advantages": a})
+    torch.testing.assert_close(values, expected.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(slopes, gradient(expected.sum(), log_p)[0], rtol=1e-13, atol=0)
+
+
 def test_dis_weight_is_detached() -> None:
     """At log p = -3, log q = -3.2 the derivative is -1.22; a live ratio would give +2.44."""
     assert float(one_token("dis", -3.0, -3.2, 1.0).slope) == pytest.approx(-1.2214, abs=1e-4)
@@ -106,6 +152,7 @@ def test_an_algorithm_that_is_not_defined_is_refused(algorithm: AlgorithmConfig,
         PolicyLoss(algorithm)
 
 
-def test_a_temperature_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="temperature=0"):
-        PolicyLoss(AlgorithmConfig(), temperature=0)
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_nothing_can_be_divided_by_is_refused(temperature: float) -> None:
+    with pytest.raises(ConfigError, match=f"temperature={temperature}"):
+        PolicyLoss(AlgorithmConfig(), temperature=temperature)

@@ -12,12 +12,13 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
-from session_cases import EXPERTS, FailsOn, Policy, Value, base, load, make_batch, randomise, spec, state, write_models
+from session_cases import EXPERTS, FailsOn, Policy, Value, base, load, make_batch, randomise, same, spec, state, write_models
 from transformers import AutoModelForCausalLM
 
 from rlframe.backbone import Backbone
 from rlframe.config import ConfigError, OptimConfig
 from rlframe.losses.base import LossInputs, LossOutputs
+from rlframe.losses.logprobs import LogProbs
 from rlframe.optim import learning_rate
 from rlframe.sessions import Session
 from rlframe.types import Batch
@@ -184,10 +185,64 @@ def test_folders_that_cannot_be_loaded_are_refused(models, tmp_path: Path) -> No
         load(models["tied"], None, dtype="float16")
 
 
+def test_a_resume_with_another_optimiser_steps_by_it_from_the_saved_moments(models, tmp_path: Path) -> None:
+    """Settings are the present ones, state is the saved one: AdamW by its formula in float64."""
+    old = load(models["tied"], None).create_session("a", spec(optim={"lr": 0.3, "betas": [0.5, 0.6], "warmup_steps": 7}))
+    for _ in range(2):
+        old.forward_backward(make_batch(), Policy(), 1000)
+        old.optim_step(0.1)
+    old.save(str(tmp_path))
+    settings = {"lr": 1e-2, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.2, "warmup_steps": 0, "max_grad_norm": None}
+    decay = {"schedule": "linear", "total_steps": 10, "min_lr_ratio": 0.5}
+    session = load(models["tied"], None).create_session("a", spec(optim={**settings, **decay}))
+    session.load(str(tmp_path))
+    session.forward_backward(make_batch(seed=1), Policy(), 1000)
+    lr = 1e-2 * (1 - 0.5 * 2 / 10)
+    wanted = {}
+    for t in session.trainables:
+        m, v, step = (x.double() for x in t.moments())
+        assert float(step) == 2
+        g, w = 0.1 * t.gradient.double(), t.master.double()
+        m, v = 0.8 * m + 0.2 * g, 0.99 * v + 0.01 * g**2
+        wanted[t.name] = w * (1 - lr * 0.2) - lr * (m / (1 - 0.8**3)) / ((v / (1 - 0.99**3)).sqrt() + 1e-6)
+    assert session.optim_step(0.1)["lr"] == pytest.approx(lr)
+    for t in session.trainables:
+        torch.testing.assert_close(t.master.double(), wanted[t.name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_callers_autocast_changes_no_bit(models, kind: str) -> None:
+    """The dtype is the backbone's: passes, steps and what samplers get."""
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            backbone = load(models["untied"], None, trainable=kind == "full")
+            session = backbone.create_session("a", spec(kind=kind, value_head=True))
+            for loss in (Policy(), Value()):
+                for _ in range(2):
+                    session.forward_backward(make_batch(), loss, 20)
+                    session.optim_step(0.1)
+            values = session.forward(make_batch(), Value(), 20).per_token
+            served = session.sampler_tensors("full", "float32")
+        found.append({**state(session), **values, **{f"served {name}": t for name, t in served.items()}})
+    same(*found)
+
+
 def test_a_batch_that_does_not_fit_is_refused_before_the_pass(session: Session) -> None:
     batch = make_batch()
     batch.tokens[3] = 61
-    with pytest.raises(ValueError, match="vocabulary of 61"):
+    with pytest.raises(ValueError, match="token 3: tokens has 61, but the vocabulary has 61 entries"):
+        session.forward(batch, Policy(), 1000)
+    batch = make_batch()
+    row = int(np.flatnonzero(batch.action_mask)[-1])
+    batch.head_ids = np.zeros((batch.num_tokens, 2), np.int32)
+    batch.head_logprobs = np.full((batch.num_tokens, 2), -1, np.float32)
+    batch.head_ids[row, 1] = 61
+    with pytest.raises(ValueError, match=rf"token {row - batch.offsets[-2]}: head_ids has 61, but the vocabulary has 61"):
+        session.forward(batch, LogProbs(head=True), 1000)
+    batch = make_batch()
+    batch.offsets[1:3] = batch.offsets[2:0:-1]
+    with pytest.raises(ValueError, match="offsets go down from 14 to 9"):
         session.forward(batch, Policy(), 1000)
     with pytest.raises(KeyError, match="planted"):
         session.forward_backward(make_batch(), FailsOn(14), 20)

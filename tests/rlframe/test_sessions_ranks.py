@@ -1,12 +1,14 @@
-"""Sessions on 1, 2 and 4 gloo ranks; the checks are in `session_rank_checks`, all of them run once, in one pool."""
+"""Sessions on 1, 2 and 4 gloo ranks: `session_rank_checks` and `session_file_checks`, all of them run once, in one pool."""
 
 from __future__ import annotations
 
 import pytest
 from rank_pool import run_checks
 from session_cases import write_models
-from session_rank_checks import PLAN
+from session_file_checks import PLAN as FILES
+from session_rank_checks import PLAN as RANKS
 
+PLAN = [*RANKS, *FILES]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlframe.checks import check
 from rlframe.config import serves_other_weights
 from trainer import recovery
-from trainer.attempts import on_signal
+from trainer.attempts import conclude, on_signal
 from trainer.checkpoints import Checkpoints
 from trainer.compose import compose
 from trainer.run import evaluator_config, make_controller, read_inputs
@@ -79,17 +79,24 @@ def done(value):
 
 
 def run(
-    run_dir: Path, *overrides: str, resume: bool = False, signals: bool = False, worker: type[RolloutWorker] = RolloutWorker
+    run_dir: Path,
+    *overrides: str,
+    resume: bool = False,
+    signals: bool = False,
+    worker: type[RolloutWorker] = RolloutWorker,
+    rank: type[LearnerRank] = LearnerRank,
+    conclusion: bool = False,
 ) -> list[dict]:
-    """Train with rollout workers of class ``worker`` and return the lines of ``metrics.jsonl``.
+    """Train with rollout workers of class ``worker`` and a ``rank``, and return the lines of ``metrics.jsonl``.
 
-    With ``signals``, SIGTERM stops it as it stops a real run.
+    With ``signals``, SIGTERM stops it as it stops a real run; with ``conclusion`` it ends as a real run does, else with the
+    exceptions of its loops.
     """
     config = compose([f"run_dir={run_dir}", *SMALL, *overrides])
     check(config)
     for folder in ("logs", "rollouts", "checkpoints"):
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
-    asyncio.run(_attempt(config, run_dir, resume, signals, worker))
+    asyncio.run(_attempt(config, run_dir, resume, signals, worker, rank, conclusion))
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -97,7 +104,7 @@ def rollout_group(config, inputs, worker):
     return RolloutGroup(config, lambda i: Handle(worker(config, inputs.model_path, i)))
 
 
-async def _attempt(config, run_dir, resume, signals, worker):
+async def _attempt(config, run_dir, resume, signals, worker, rank, conclusion):
     learner_module._node_ip = lambda: "127.0.0.1"
     inputs = read_inputs(config)
     checkpoint = Checkpoints(run_dir, config.checkpoint).newest()[0] if resume else None
@@ -105,7 +112,8 @@ async def _attempt(config, run_dir, resume, signals, worker):
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
     rollouts = rollout_group(config, inputs, worker)
     evaluators = rollout_group(evaluator_config(config), inputs, worker) if serves_other_weights(config.rollout) else rollouts
-    learner = LocalLearner([Handle(LearnerRank(config, inputs.model_path, 0, None))])
+    learner = LocalLearner([Handle(rank(config, inputs.model_path, 0, None, (inputs.environment.name,)))])
+    controller = None
     try:
         await asyncio.gather(*(group.start() for group in {rollouts, evaluators, learner}))
         controller = make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
@@ -115,6 +123,10 @@ async def _attempt(config, run_dir, resume, signals, worker):
         if signals:
             on_signal(tracker, asyncio.current_task(), controller)
         await controller.run()
+    except Exception as error:
+        if not conclusion:
+            raise
+        raise await conclude(error, controller) from None
     finally:
         for group in {rollouts, evaluators, learner}:
             await group.close()

@@ -89,7 +89,7 @@ def stopped(cluster, tmp_path_factory):
 
 def test_ranks_and_rollout_workers_of_a_submitted_job_run_on_the_nodes_of_the_cluster(stopped):
     assert sorted(stopped.where["LearnerRank"]) == WORKERS, "a rank of 3 CPUs on each node of 4"
-    assert sorted(stopped.where["RolloutWorker"]) == WORKERS
+    assert sorted(stopped.where["RolloutProcess"]) == WORKERS
 
 
 def test_a_stopped_job_saves_first(stopped):
@@ -114,7 +114,7 @@ def test_rays_own_command_submits_too_and_the_run_joins_its_cluster(cluster, tmp
     job_id = re.search(r"raysubmit_\w+", out)[0]
     job = cluster.get(f"/api/jobs/{job_id}")["job_id"]
     seen = cluster.get("/api/v0/actors?detail=1")["data"]["result"]["result"]
-    assert {actor["class_name"] for actor in seen if actor["job_id"] == job} >= {"LearnerRank", "RolloutWorker"}
+    assert {actor["class_name"] for actor in seen if actor["job_id"] == job} >= {"LearnerRank", "RolloutProcess"}
 
 
 @pytest.mark.usefixtures("stopped")

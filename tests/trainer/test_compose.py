@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trainer.compose as compose_module
-from rlframe.config import Config, ConfigError
+from rlframe.config import Config, ConfigError, eval_size
 from trainer.compose import compose, load_yaml, options, to_yaml
 from trainer.presets import configs_dir
 
@@ -135,6 +135,9 @@ def test_a_setting_without_effect_is_refused_when_it_is_typed_but_not_when_a_pre
     message = refusal("algorithm=grpo", "batch_size=32", "critic.ensemble=3")
     assert message == ("critic.ensemble has no effect with algorithm.advantage=group, which has no critic; leave it out.")
     assert "algorithm.clip_low has no effect" in refusal("algorithm=bypass_pg", "algorithm.clip_low=0.3")
+    assert "task.tools_key has no effect with task.name=wordle" in refusal("task=wordle", "task.tools_key=null")
+    assert "without task.chat_template=true" in refusal("task=wordle", "task.template_args.enable_thinking=false")
+    assert "task.stop has no effect with task.name=arithmetic" in refusal("task.stop=[5]")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +154,21 @@ def test_a_fault_in_a_preset_of_the_users_own_is_one_sentence(tmp_path, monkeypa
     (tmp_path / "configs" / "algorithm" / "mine.yaml").write_text(text)
     monkeypatch.setattr(compose_module, "configs_dir", lambda: tmp_path / "configs")
     assert hint in refusal("algorithm=mine")
+
+
+def test_stops_are_a_list_of_texts_and_numbers(tmp_path):
+    assert "task.stop is 5, but it must be a list" in refusal("task=countdown", "task.stop=5")
+    config = compose(["task=countdown", 'task.stop=["<|im_end|>","7",7,"\\n"]'])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_yaml(tmp_path / "config.yaml").task.stop == config.task.stop
+    assert config.task.stop[:3] == ["<|im_end|>", "7", 7]
+
+
+def test_the_number_of_held_out_problems_is_all_of_a_file_of_them_unless_it_is_given():
+    files = ["task=jsonl", "task.train=a", "task.reward=b:c"]
+    assert eval_size(compose()) == eval_size(compose(files)) == 256
+    assert eval_size(compose([*files, "task.eval=d"])) is None
+    assert eval_size(compose([*files, "task.eval=d", "eval.size=7"])) == eval_size(compose(["eval.size=7"])) == 7
 
 
 def test_the_yaml_of_a_run_gives_the_same_config_back(tmp_path):

@@ -14,7 +14,7 @@ import yaml
 from ray_cluster import check_ray_command
 
 from trainer.compose import compose
-from trainer.submit import SECRET
+from trainer.redact import is_secret
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -114,9 +114,9 @@ def test_no_secret_is_written_down():
     """Values come from the caller's environment or from a Kubernetes secret."""
     for service in COMPOSE["services"].values():
         for name, value in service.get("environment", {}).items():
-            assert not SECRET.search(name) or value.startswith("${"), name
-    assert not [name for name in yaml.safe_load(RAYJOB["spec"]["runtimeEnvYAML"])["env_vars"] if SECRET.search(name)]
+            assert not is_secret(name) or value.startswith("${"), name
+    assert not [name for name in yaml.safe_load(RAYJOB["spec"]["runtimeEnvYAML"])["env_vars"] if is_secret(name)]
     cluster = RAYJOB["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         for variable in group["template"]["spec"]["containers"][0]["env"]:
-            assert not SECRET.search(variable["name"]) or "secretKeyRef" in variable["valueFrom"]
+            assert not is_secret(variable["name"]) or "secretKeyRef" in variable["valueFrom"]

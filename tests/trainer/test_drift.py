@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from rlframe.config import Config, ConfigError
-from trainer.compose import _settings, compose
+from trainer.compose import compose
 from trainer.drift import REFUSED, changes
+from trainer.overrides import settings
 
 SAVED = ["seed=1", "batch_size=16", "max_staleness=2"]
 
@@ -45,5 +46,5 @@ def test_a_change_that_would_not_fit_the_checkpoint_is_refused_in_one_sentence(o
 
 
 def test_every_rule_names_a_setting():
-    assert set(REFUSED) <= set(_settings())
+    assert set(REFUSED) <= set(settings())
     assert all(dataclasses.is_dataclass(Config()) and reason for reason in REFUSED.values())

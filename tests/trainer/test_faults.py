@@ -71,7 +71,7 @@ def run_on(cluster, run_dir, marks):
 
         async def all_back(restarts):
             """Learning waits until both workers are up again, so that the next fault finds them there."""
-            while controller.faults["worker_restarts"] < restarts or rollouts.up() != [0, 1]:
+            while controller.faults.counts["worker_restarts"] < restarts or rollouts.up() != [0, 1]:
                 await asyncio.sleep(0.1)
             learner.may_learn.set()
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from rlframe.config import Config
+from rlframe.config import Config, ConfigError
 from trainer.compose import compose
 from trainer.presets import as_markdown, as_text, presets
 
@@ -64,6 +64,19 @@ def test_a_preset_of_ours_is_the_documented_point(name):
     if a.advantage == "gae":
         assert (a.gamma, a.lambda_critic, a.lambda_policy, a.lambda_alpha) == (1.0, 1.0, "adaptive", 1.5)
         assert config.critic.updates_per_step == 2
+        assert (config.critic.frozen_patterns, config.critic.warmup_steps) == (["all-attention"], 10)
+
+
+def test_an_sao_run_that_is_shorter_than_its_value_pretraining_is_refused():
+    with pytest.raises(ConfigError, match=r"critic\.warmup_steps=10 leaves the actor no step with steps=10"):
+        compose(["algorithm=sao", "steps=10"])
+    assert compose(["algorithm=sao", "steps=3", "critic.warmup_steps=0"]).steps == 3
+
+
+def test_the_table_names_what_a_preset_sets_outside_of_the_algorithm():
+    assert presets()["sao"]["critic.frozen_patterns"] == "[all-attention]"
+    row = next(line for line in as_markdown().splitlines() if line.startswith("| `sao` "))
+    assert "`clip_high=5.0`" in row and "`critic.frozen_patterns=[all-attention]`, `critic.warmup_steps=10`" in row
 
 
 @pytest.mark.parametrize("name", presets())

@@ -6,7 +6,7 @@ import pytest
 
 from rlframe.config import Config, ConfigError
 from trainer import glossary, presets, reference
-from trainer.compose import _settings
+from trainer.overrides import settings as keys
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_every_setting_of_the_schema_is_listed_with_its_default_and_meaning():
     listed = {setting.key: setting for setting in reference.settings()}
     sections = {"model", "task", "algorithm", "rollout", "actor", "critic", "cluster", "eval", "checkpoint", "log", "server"}
-    assert set(listed) == set(_settings()) - sections - {"actor.lora", "actor.optim", "critic.lora", "critic.optim"}
+    assert set(listed) == set(keys()) - sections - {"actor.lora", "actor.optim", "critic.lora", "critic.optim"}
     assert all(setting.meaning for setting in listed.values())
     assert listed["critic.optim.lr"].default == str(Config().critic.optim.lr) != listed["actor.optim.lr"].default
     assert listed["task.chat_template"].default == "null"

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -11,12 +13,13 @@ from wandb_file import wandb_files
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch, Trajectory
+from trainer import wandb_log
 from trainer.compose import compose
 from trainer.redact import redact_text, without_secrets
 from trainer.run import train
 from trainer.samples import Sample
 from trainer.tracking import Tracker
-from trainer.wandb_log import id_file
+from trainer.wandb_log import id_file, wandb_mode
 
 SECRET = "hf_" + "a1B2" * 8
 
@@ -104,7 +107,7 @@ def test_the_configuration_is_there_and_no_secret_is(attempts):
 def test_sampled_rollouts_are_a_table(attempts):
     run_dir, _, files = attempts
     entry = [row for file in files for row in file.rows][3]["rollouts"]
-    assert entry["_type"] == "table-file" and (entry["nrows"], entry["ncols"]) == (1, 10)
+    assert entry["_type"] == "table-file" and (entry["nrows"], entry["ncols"]) == (1, 11)
     (file,) = (run_dir / "wandb").glob(f"offline-run-*/files/{entry['path']}")
     shown = json.loads(file.read_text())
     row = dict(zip(shown["columns"], shown["data"][0], strict=True))
@@ -151,3 +154,73 @@ def test_what_looks_like_a_secret_is_hidden_and_nothing_else():
     assert redact_text("task.options={api_key: abc, low: 1}") == "task.options={api_key: ***, low: 1}"
     for plain in ("steps=20", "rollout.max_new_tokens=64", "task.reward=mod:fn", "rollout.temperature=0.5_5"):
         assert redact_text(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment", "key", "mode"),
+    [
+        ("auto", {}, True, "online"),
+        ("auto", {}, False, "offline"),
+        ("auto", {"WANDB_MODE": "offline"}, True, "offline"),
+        ("auto", {"WANDB_MODE": "dryrun"}, True, "offline"),
+        ("auto", {"WANDB_MODE": "disabled"}, True, "disabled"),
+        ("auto", {"WANDB_MODE": "online"}, False, "online"),
+        ("auto", {"WANDB_MODE": ""}, True, "online"),
+        ("online", {"WANDB_MODE": "offline"}, True, "online"),
+        ("disabled", {"WANDB_MODE": "online"}, True, "disabled"),
+    ],
+)
+def test_the_environment_decides_where_no_setting_does(setting, environment, key, mode, monkeypatch):
+    monkeypatch.setattr(wandb_log, "_has_key", lambda: key)
+    assert wandb_mode(setting, environment) == mode
+
+
+def test_a_mode_that_wandb_does_not_know_is_one_sentence():
+    with pytest.raises(ConfigError, match=r"^WANDB_MODE=ofline is not known; choose one of online, offline, disabled\.$"):
+        wandb_mode("auto", {"WANDB_MODE": "ofline"})
+
+
+UNREACHABLE = """
+import sys
+from pathlib import Path
+from trainer import wandb_log
+from trainer import wandb_log
+from trainer.compose import compose
+from trainer.tracking import Tracker
+wandb_log.CONNECT_S = 3.0
+run_dir = Path(sys.argv[1])
+for folder in ("logs", "rollouts"):
+    (run_dir / folder).mkdir(parents=True, exist_ok=True)
+tracker = Tracker(compose([f"run_dir={run_dir}", "steps=1"]), run_dir, None)
+for step in range(2):
+    tracker.log(step, {"reward/mean": step / 10})
+tracker.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [({}, True), ({"WANDB_MODE": "offline"}, False), ({"WANDB_MODE": "disabled"}, False)],
+    ids=["no server", "offline", "disabled"],
+)
+def test_without_a_server_a_run_with_a_key_is_kept_offline(tmp_path, variables, sentence):
+    unset = [name for name in os.environ if name.startswith("WANDB_")]
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": "http://127.0.0.1:9", **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", UNREACHABLE, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [
+        line for line in (done.stdout + done.stderr).splitlines() if not line.startswith(("step ", "wandb: [wandb.login()]"))
+    ]
+    assert len(said) == sentence and all(line.startswith("wandb cannot be reached (") for line in said), said
+    files = wandb_files(tmp_path) if variables.get("WANDB_MODE") != "disabled" else []
+    assert [file.steps for file in files] == ([[0, 1]] if variables.get("WANDB_MODE") != "disabled" else [])
+    assert not variables or not list((tmp_path / "wandb").glob("run-*"))

@@ -6,7 +6,8 @@ import re
 import pytest
 from local import run
 
-from trainer.failures import RunFailed
+from rlframe.config import ConfigError
+from trainer import watchdog as watchdog_module
 from trainer.watchdog import Stuck, Watchdog
 from workers.rollout.worker import RolloutWorker
 
@@ -24,7 +25,8 @@ def test_a_stuck_loop_is_first_reported_and_then_ends_the_run_with_a_dump(tmp_pa
         asyncio.run(scenario())
     (warning,) = said
     assert re.fullmatch(
-        r"The learner .* for a batch: worker 1 has 3 prompts\. The run ends at cluster\.watchdog_s=0\.2\.", warning
+        r"The learner .* for a batch: worker 1 has 3 prompts\. After cluster\.watchdog_s=0\.2 without progress the run ends\.",
+        warning,
     )
     dump = (tmp_path / "stuck.txt").read_text()
     assert "issue has waited 0 s for a free slot" in dump and ".scenario" in dump, "loops, and where every task stands"
@@ -46,25 +48,46 @@ def test_a_loop_that_moves_is_left_alone(tmp_path):
     assert not (tmp_path / "stuck.txt").exists()
 
 
-@pytest.mark.slow
-def test_a_run_whose_rewards_never_return_ends_with_the_reason(tmp_path, capsys):
-    with pytest.raises(ExceptionGroup) as failure:
-        run(tmp_path, "task.name=fault_support:Hanging", "cluster.watchdog_s=4", "max_staleness=0", "log.console=true")
-    (reason,) = failure.value.exceptions
-    assert isinstance(reason, RunFailed)
-    pattern = r"has waited \d+ s for the oldest batch of rollouts: rollout worker 0 has 8 prompts\. "
-    assert re.search(pattern + "What every loop", str(reason)) and re.search(
-        pattern + "The run ends at", capsys.readouterr().out
-    )
-    dump = (tmp_path / "logs" / "stuck.txt").read_text()
-    assert "collect_0 has waited" in dump and "Controller.train_step" in dump and "Buffer.take" in dump and "never" in dump
+class Clock:
+    """Stands where ``time`` and ``asyncio.sleep`` do; ``at`` has what happens when."""
+
+    def __init__(self, monkeypatch, at):
+        self.now, self.at = 0.0, at
+        monkeypatch.setattr(watchdog_module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(watchdog_module.asyncio, "sleep", self.sleep)
+
+    async def sleep(self, seconds):
+        self.now += seconds
+        self.at(self.now)
+
+
+def test_a_batch_that_takes_long_lives_while_episodes_end_and_dies_when_none_does(tmp_path, monkeypatch):
+    """Of ten units each a limit long, episodes end during the first nine."""
+    said, ended = [], [0]
+
+    def at(now):
+        if now <= 90 and int(now) % 6 == 0:
+            ended[0] += 1
+
+    clock = Clock(monkeypatch, at)
+    watchdog = Watchdog(10.0, tmp_path / "stuck.txt", said.append)
+    watchdog.waits("learn", "a batch", progress=lambda: ended[0])
+    with pytest.raises(Stuck, match=r"has waited 10\d s for a batch, 1\d s of them without progress\."):
+        asyncio.run(watchdog.watch())
+    assert 99 <= clock.now <= 102
+
+
+def test_a_time_limit_of_the_watchdog_inside_of_which_no_episode_may_end_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"rollout\.timeout_s=600 .* cluster\.watchdog_s=600 .* raise cluster\.watchdog_s"):
+        run(tmp_path, "cluster.watchdog_s=600")
 
 
 @pytest.mark.slow
 def test_rewards_that_never_return_cost_their_prompts_and_are_counted(tmp_path):
     with pytest.raises(ExceptionGroup, match="") as failure:
         run(tmp_path, "task.name=fault_support:Hanging", "rollout.timeout_s=1", "max_staleness=0")
-    assert "8 rollouts in a row failed, the last one because: timed out" in str(failure.value.exceptions[0])
+    reason = "8 rollouts in a row failed, the last one because: the episode took longer than rollout.timeout_s=1"
+    assert reason in str(failure.value.exceptions[0])
 
 
 class Doomed(RolloutWorker):

@@ -45,6 +45,8 @@ class ScriptedEpisode:
             raise ValueError("the reward function returned NaN")
         if fault == "hang":
             await asyncio.sleep(3600)
+        if fault == "tokens":
+            return StepResult(1.0, False, np.array([10**6]))
         self.turn += 1
         done = self.turn == self.payload["turns"]
         return StepResult(

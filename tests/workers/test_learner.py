@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rlframe.advantages import compute_advantages
-from rlframe.config import AlgorithmConfig
+from rlframe.config import AlgorithmConfig, ConfigError
 from rlframe.models import resolve_model
 from rlframe.types import Batch, Trajectory
 from trainer.compose import compose
@@ -39,15 +39,17 @@ BATCH.advantages = np.where(BATCH.action_mask, 1.0, 0.0).astype(np.float32)
 
 @pytest.fixture
 def rank(monkeypatch):
-    """Build a rank from overrides; its process group goes when the test does."""
+    """Build a rank from overrides; its process group goes when the next one is built, or the test ends."""
     monkeypatch.setattr(learner_module, "_node_ip", lambda: "127.0.0.1")
     built = []
 
-    def build(*overrides):
+    def build(*overrides, environments=()):
+        while built:
+            built.pop().close()
         config = compose(["algorithm=bypass_pg_token_tis", *overrides])
-        learner = LearnerRank(config, resolve_model(config.model), 0, None)
-        learner.start(learner.address())
+        learner = LearnerRank(config, resolve_model(config.model), 0, None, environments)
         built.append(learner)
+        learner.start(learner.address())
         return learner
 
     yield build
@@ -110,16 +112,34 @@ def test_a_cut_trajectory_is_worth_what_the_critics_say_after_its_last_token(ran
         np.testing.assert_allclose(each.returns[8:][3:], each.bootstrap[1] if second else 0, atol=1e-6)
 
 
+PER_ENV = ("critic.per_env=true", "critic.optim.warmup_steps=0", "critic.optim.lr=1e-2")
+
+
 def test_each_environment_has_its_own_critic(rank):
-    learner = rank("critic.per_env=true", "critic.optim.warmup_steps=0", "critic.optim.lr=1e-2")
-    BATCH.values, BATCH.bootstrap = learner.values(BATCH)
-    learner.update_critic(BATCH)
-    values, _ = learner.values(BATCH)
-    of_other = np.zeros(BATCH.num_tokens, bool)
-    of_other[BATCH.offsets[1] : BATCH.offsets[2]] = True
-    assert np.abs(values[BATCH.action_mask & ~of_other]).min() > 0
-    assert not values[of_other].any(), "no critic is there for the other environment"
-    assert not learner.values(BATCH.select([1]))[0].any(), "a batch without the critic's environment"
+    """Each learns from its own trajectories alone: as one critic does that sees nothing else."""
+    learner = rank(*PER_ENV, environments=("other", "arithmetic"))
+    for _ in range(2):
+        learner.update_critic(BATCH)
+    values, bootstrap = learner.values(BATCH)
+    for seed, which in ((0, [1]), (1, [0, 2])):
+        alone = rank("critic.optim.warmup_steps=0", "critic.optim.lr=1e-2", f"seed={seed}")
+        part = BATCH.select(which)
+        for _ in range(2):
+            alone.update_critic(part)
+        expected, last = alone.values(part)
+        rows = np.concatenate([np.arange(BATCH.offsets[b], BATCH.offsets[b + 1]) for b in which])
+        assert np.abs(expected[part.action_mask]).min() > 0
+        np.testing.assert_allclose(values[rows], expected, atol=1e-6)
+        np.testing.assert_allclose(bootstrap[which], last, atol=1e-6)
+
+
+def test_a_trajectory_that_no_critic_is_for_is_refused_by_name(rank):
+    learner = rank(*PER_ENV, environments=("arithmetic",))
+    for call in (learner.values, learner.update_critic):
+        with pytest.raises(ValueError, match=r"\(index 1\): no critic is for its environment 'other'; .* has arithmetic"):
+            call(BATCH)
+    with pytest.raises(ConfigError, match="needs one critic for each environment"):
+        rank("critic.per_env=true")
 
 
 def test_an_actor_update_leaves_the_critic_and_the_base_alone(rank):

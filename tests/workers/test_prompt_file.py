@@ -91,10 +91,59 @@ def test_held_out_problems_are_never_trained_on_and_do_not_depend_on_the_order(t
     assert [text_of(p) for p in again.eval_prompts()] == held_out
 
 
-def test_a_file_of_held_out_prompts(tmp_path):
-    held_out = write(tmp_path / "held_out.jsonl", [{"prompt": "9+9="}])
-    env = environment(tmp_path, SUMS, eval=held_out)
-    assert len(env.train_prompts()) == 10 and [text_of(p) for p in env.eval_prompts()] == ["9+9="]
+def test_a_file_of_held_out_prompts_is_used_whole_unless_a_sample_is_asked_for(tmp_path):
+    texts = [f"{a}+9=" for a in range(40)]
+    held_out = write(tmp_path / "held_out.jsonl", [{"prompt": text} for text in texts])
+    env = environment(tmp_path, SUMS, eval=held_out, eval_size=None)
+    assert len(env.train_prompts()) == 10 and [text_of(p) for p in env.eval_prompts()] == texts and env.notes == []
+    env = environment(tmp_path, SUMS, eval=held_out, eval_size=10)
+    some = [text_of(p) for p in env.eval_prompts()]
+    assert some == sorted(some, key=texts.index) and len(set(some)) == 10 and some not in (texts[:10], texts[-10:])
+    assert env.notes == [
+        f"Evaluations use 10 of the 40 rows of task.eval={held_out} (eval.size=10): a random sample, the same in every run."
+    ]
+    write(tmp_path / "held_out.jsonl", [{"prompt": text} for text in texts[::-1]])
+    assert {text_of(p) for p in environment(tmp_path, SUMS, eval=held_out, eval_size=10).eval_prompts()} == set(some)
+    env = environment(tmp_path, SUMS, eval=held_out, eval_size=50)
+    assert len(env.eval_prompts()) == 40 and "40 of the 40 rows" in env.notes[0]
+
+
+def test_what_is_held_out_does_not_depend_on_how_it_is_rendered(tmp_path):
+    """The template of tomorrow, another template and another tokenizer's ids hold out the same rows."""
+    held_out, contents = set(), set()
+    for template in (
+        "today {{ messages[0]['content'] }}",
+        "tomorrow {{ messages[0]['content'] }}",
+        "[{{ messages[-1]['content'] }}]",
+    ):
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = template
+        env = environment(tmp_path, SUMS, eval_size=4, tokenizer=tokenizer, chat_template=True)
+        held_out.add(tuple(p.payload["row"]["prompt"] for p in env.eval_prompts()))
+        contents.add(tuple(p.content for p in env.train_prompts()))
+        assert "4 of the 10 rows of task.train=" in env.notes[0] and "6 are trained on" in env.notes[0]
+    assert len(held_out) == len(contents) == 1
+
+
+def test_a_row_that_renders_to_a_held_out_prompt_is_not_trained_on(tmp_path):
+    """The character tokenizer folds upper case."""
+    rows = [{"prompt": letter} for letter in "abcdABCD"]
+    env = environment(tmp_path, rows, eval_size=3)
+    assert not {text_of(p) for p in env.eval_prompts()} & {text_of(p) for p in env.train_prompts()}
+    with pytest.raises(ConfigError, match="no prompt that differs from these once it is rendered"):
+        environment(tmp_path, [{"prompt": "a"}, {"prompt": "A"}], eval_size=1).train_prompts()
+
+
+def test_a_row_is_the_same_under_another_name_and_with_its_keys_in_another_order(tmp_path):
+    (tmp_path / "moved").mkdir()
+    moved = write(tmp_path / "moved" / "other.jsonl", [dict(reversed(row.items())) for row in SUMS])
+    here = environment(tmp_path, SUMS).train_prompts()
+    there = make_environment(
+        TaskConfig(name="jsonl", train=moved, reward="prompt_rewards:length"), TOKENIZER, seed=1, eval_size=2
+    ).train_prompts()
+    assert [p.content for p in here] == [p.content for p in there] and here[0].id != there[0].id
+    changed = environment(tmp_path, [row | {"bonus": 11} for row in SUMS]).train_prompts()
+    assert not {p.content for p in here} & {p.content for p in changed}
 
 
 def test_chats_go_through_the_chat_template_and_strings_only_if_asked(tmp_path):

@@ -205,9 +205,9 @@ def test_strings_hash_alike_in_every_process(task, monkeypatch):
 
 ORPHANS = """
 import asyncio, os, signal, sys
-from workers import rewards
+from workers import reward_process, rewards
 from rlframe.config import TaskConfig
-rewards.GRACE_S = 0.5
+reward_process.GRACE_S = 0.5
 async def main():
     hanging, idle = (rewards.RewardPool(TaskConfig(name="jsonl", reward="user_reward:behave")) for _ in range(2))
     hanging.task.reward_timeout_s = 1.0
@@ -258,7 +258,7 @@ def test_a_cancelled_call_leaves_no_answer_for_the_next_one(task):
         ("no_such_reward:f", "no module no_such_reward, neither in the current directory nor installed"),
         ("user_reward.sub:f", "no module user_reward.sub"),
         ("broken_reward:f", "importing broken_reward failed: ModuleNotFoundError: No module named 'no_such_package_at_all'"),
-        ("dying_reward:f", "ended the process .exit code 4"),
+        ("dying_reward:f", "importing it failed: it ended its process .exit code 4"),
         ("user_reward:lenght", "has no lenght; did you mean length"),
         ("user_reward:number", "is not a function"),
         ("user_reward:one_parameter", r"takes \(response\), but"),

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_support import OBSERVATION, STOPS, Scripted, config_of, prompts_of
 
+from workers.environments.base import FatalRewardError, RewardError, StepResult
+from workers.faults import EpisodeFailed, Fault, Kind
 from workers.rollout.engine import SamplingParams
 from workers.rollout.episode import run_episode, sample_turn
 from workers.rollout.torch_engine import TorchEngine
@@ -87,7 +89,7 @@ def test_the_whole_context_is_never_exceeded(path):
 
 
 def test_a_prompt_that_leaves_no_room_is_an_error_with_both_numbers(path):
-    with pytest.raises(ValueError, match=r"'p0'.*4 tokens.*max_model_len=4"):
+    with pytest.raises(EpisodeFailed, match=r"'p0'.*4 tokens.*max_model_len=4"):
         run(path, prompts_of(1)[0], max_model_len=4)
 
 
@@ -141,3 +143,78 @@ def test_however_often_a_turn_is_aborted_its_rows_keep_step_and_its_budget_holds
     assert (np.diff(completion.versions) >= 0).all()
     assert alignment_error(BASE, prompt, completion, 1.0) < 1e-4
     assert params == before
+
+
+class Odd(Scripted):
+    """Answers its first turn with ``answer``."""
+
+    def __init__(self, answer):
+        super().__init__(config_of().task, None, seed=0, eval_size=0)
+        self.answer = answer
+
+    def episode(self, prompt):
+        episode = super().episode(prompt)
+        episode.step = self.step
+        return episode
+
+    async def step(self, action, finish):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def fault_of(path, environment, prompt=None, engine=None, **options):
+    engine = engine or TorchEngine(path, max_model_len=MAX_MODEL_LEN)
+    episode = run_episode(
+        engine, environment, prompt or prompts_of(1)[0], PARAMS, max_model_len=MAX_MODEL_LEN, vocabulary=64, **options
+    )
+    with pytest.raises(EpisodeFailed) as failure:
+        asyncio.run(episode)
+    return failure.value.fault
+
+
+def test_who_is_to_blame_is_known_by_where_it_happened(path):
+    """Also of a TimeoutError that is not ours, and of words like time and reward in a message."""
+
+    class Failing(TorchEngine):
+        error = None
+
+        async def generate(self, tokens, params):
+            raise self.error
+
+    def of_engine(error):
+        engine = Failing(path)
+        engine.error = error
+        return fault_of(path, ENVIRONMENT, engine=engine)
+
+    assert fault_of(path, Odd(TimeoutError("x"))) == Fault(Kind.ENVIRONMENT, "TimeoutError: x")
+    assert fault_of(path, Odd(ValueError("no reward in time"))) == Fault(Kind.ENVIRONMENT, "ValueError: no reward in time")
+    assert fault_of(path, Odd(RewardError("timed out"))) == Fault(Kind.REWARD, "timed out")
+    assert fault_of(path, Odd(FatalRewardError("gone"))) == Fault(Kind.REWARD, "gone", fatal=True)
+    assert fault_of(path, Odd("no step")).kind is Kind.ENVIRONMENT
+    assert of_engine(RuntimeError("time")) == Fault(Kind.ENGINE, "RuntimeError: time")
+    assert of_engine(ValueError("too long")) == Fault(Kind.REJECTED, "ValueError: too long")
+
+
+@pytest.mark.parametrize("token", [64, -1])
+def test_a_token_that_is_not_in_the_vocabulary_is_rejected_before_an_engine_sees_it(path, token):
+    prompt = prompts_of(1)[0]
+    prompt.tokens[1] = token
+    fault = fault_of(path, ENVIRONMENT, prompt)
+    assert fault == Fault(Kind.REJECTED, f"prompt 'p0' has the token {token}, but the ids of the model's vocabulary end at 63")
+    observed = StepResult(0.0, False, np.array([5, token], np.int32))
+    assert fault_of(path, Odd(StepResult(0.0, False, np.array([2**40 + 5])))).kind is Kind.REJECTED
+    assert fault_of(path, Odd(StepResult(0.0, False, np.array([1.5])))).kind is Kind.ENVIRONMENT
+    assert fault_of(path, Odd(observed)).kind is Kind.REJECTED
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39])
+def test_a_reward_that_is_no_float32_is_a_failed_reward_under_the_policy_for_these(path, reward):
+    environment = Odd(StepResult(reward, True))
+    fatal = fault_of(path, environment)
+    assert fatal.kind is Kind.REWARD and fatal.fatal and str(reward) in fatal.reason
+    dropped = fault_of(path, environment, on_reward_failure="drop")
+    assert dropped.kind is Kind.REWARD and not dropped.fatal
+    engine = TorchEngine(path, max_model_len=MAX_MODEL_LEN)
+    zero = run_episode(engine, environment, prompts_of(1)[0], PARAMS, max_model_len=MAX_MODEL_LEN, on_reward_failure="zero")
+    assert asyncio.run(zero).reward == 0

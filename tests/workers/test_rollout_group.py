@@ -7,9 +7,10 @@ import pytest
 from engine_support import checksum_of, perturbed, tiny_model, update_of
 from rollout_support import config_of, model_folder, prompts_of
 
+from workers.faults import Fault, Kind
 from workers.rollout.engine import SamplingParams
 from workers.rollout.group import MAX_LOSSES, RolloutGroup
-from workers.rollout.supervision import WorkerLost
+from workers.rollout.supervision import StartFailed, WorkerLost
 from workers.rollout.worker import RolloutWorker
 
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -25,7 +26,9 @@ class Place(RolloutWorker):
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
         return (
-            Remote(found) if name in ("submit", "collect", "evaluate", "update_weights", "stats", "start", "close") else found
+            Remote(found)
+            if name in ("submit", "collect", "evaluate", "update_weights", "stats", "start", "close", "progress")
+            else found
         )
 
     async def _episode(self, prompt, number, sampling):
@@ -162,7 +165,7 @@ def test_weights_and_evaluations_do_not_wait_for_a_worker_that_says_nothing(path
         actors[0].engine.load_weights = lambda update: asyncio.sleep(3600)
         served = await group.update_weights(update_of(tiny_model(), 1), [0, 1])
         batch = await group.evaluate(prompts_of(4), SamplingParams(max_new_tokens=3, temperature=0.0))
-        return served, batch.prompt_ids, group.up(), str(group.workers[0].loss), await group.stats()
+        return served, batch.batch.prompt_ids, group.up(), str(group.workers[0].loss), await group.stats()
 
     served, prompts, up, loss, stats = with_group(path, use, timeout_s=2.0)
     assert served == {1: checksum_of(tiny_model())} and up == [1]
@@ -175,7 +178,7 @@ def test_an_evaluation_whose_worker_dies_is_done_by_another(path):
     async def use(group, actors):
         await actors[0].engine.close()
         batch = await group.evaluate(prompts_of(4), SamplingParams(max_new_tokens=3, temperature=0.0))
-        return batch.prompt_ids, group.up()
+        return batch.batch.prompt_ids, group.up()
 
     prompts, up = with_group(path, use)
     assert prompts == ["p0", "p2", "p1", "p3"] and up == [1]
@@ -201,3 +204,55 @@ def test_a_worker_that_was_restarted_too_often_has_no_restarts_left(path):
         return left
 
     assert with_group(path, use, max_restarts=2) == [2, 1, 0]
+
+
+def test_what_is_known_of_an_evaluation_changes_while_it_lasts(path):
+    """Three of four episodes end, and the group knows it before the fourth, which hangs, has come to its time limit."""
+
+    async def use(group, actors):
+        prompts = prompts_of(4)
+        prompts[3].payload["fault"] = "hang"
+        before = group.progress()
+        evaluating = asyncio.ensure_future(group.evaluate(prompts, SamplingParams(max_new_tokens=3, temperature=0.0)))
+        while group.workers[0].progress < 3:
+            await asyncio.sleep(0.05)
+        assert not evaluating.done() and group.progress() != before
+        return await evaluating
+
+    evaluation = with_group(path, use, workers=1, timeout_s=6.0)
+    assert evaluation.batch.prompt_ids == ["p0", "p1", "p2"]
+    assert evaluation.faults == [("p3", Fault(Kind.TIMEOUT, "the episode took longer than rollout.timeout_s=6"))]
+
+
+def test_a_long_evaluation_has_no_time_limit_beside_those_of_its_episodes(path):
+    """Four episodes one after the other, of which three take all their time; the worker is not taken for lost."""
+
+    async def use(group, actors):
+        prompts = prompts_of(4)
+        for prompt in prompts[:3]:
+            prompt.payload["fault"] = "hang"
+        evaluation = await group.evaluate(prompts, SamplingParams(max_new_tokens=3, temperature=0.0))
+        return evaluation, group.up()
+
+    evaluation, up = with_group(path, use, workers=1, timeout_s=1.0, max_concurrency=1)
+    assert evaluation.batch.prompt_ids == ["p3"] and len(evaluation.faults) == 3 and up == [0]
+
+
+def test_an_engine_that_cannot_start_says_why_and_is_not_started_again(path):
+    class Full(Place):
+        async def start(self):
+            raise MemoryError("no room for\nthe key-value cache")
+
+    made = []
+
+    def spawn(index):
+        made.append(Full(config_of(workers=1), path, index))
+        return made[-1]
+
+    async def main():
+        await RolloutGroup(config_of(workers=1), spawn, "/runs/x/logs").start()
+
+    sentence = r"(?s)^Rollout worker 0 cannot start: MemoryError: no room for.the key-value cache\. Its log is /runs/x/logs/"
+    with pytest.raises(StartFailed, match=sentence):
+        asyncio.run(main())
+    assert len(made) == 1

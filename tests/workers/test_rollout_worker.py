@@ -11,6 +11,7 @@ from rollout_support import config_of, model_folder, prompts_of
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch
+from workers.faults import Fault, Kind
 from workers.rollout.engine import SamplingParams
 from workers.rollout.worker import RolloutWorker
 
@@ -82,13 +83,27 @@ def test_failing_and_hanging_episodes_are_reported_and_leave_the_others_alone(pa
 
     async def use(worker):
         await worker.submit(prompts, [0, 1, 2, 3], 1, PARAMS)
-        results = await collect_all(worker, 4)
-        return *results, await worker.stats()
+        return await collect_all(worker, 4)
 
-    batches, failures, stats = with_worker(path, use, timeout_s=3.0)
+    batches, failures = with_worker(path, use, timeout_s=3.0)
     assert sorted(batches) == [0, 3]
-    assert "NaN" in failures[1] and "timed out" in failures[2] and "3" in failures[2]
-    assert stats["failed"] == 2 and stats["timeouts"] == 1 and stats["in_flight"] == 0
+    assert failures[1] == [Fault(Kind.ENVIRONMENT, "ValueError: the reward function returned NaN")]
+    assert failures[2] == [Fault(Kind.TIMEOUT, "the episode took longer than rollout.timeout_s=3")]
+
+
+def test_an_observation_beyond_the_vocabulary_ends_the_run_with_a_sentence_and_leaves_the_engine_alone(path):
+    prompts = prompts_of(2)
+    prompts[1].payload["fault"] = "tokens"
+
+    async def use(worker):
+        await worker.submit(prompts, [0, 1], 1, PARAMS)
+        while (collected := await worker.collect(5.0)).fatal is None:
+            pass
+        await worker.health()
+        return collected
+
+    collected = with_worker(path, use)
+    assert collected.engine_fault is None and "the token 1000000, but the model's vocabulary has 64" in collected.fatal
 
 
 def test_an_engine_that_hangs_is_told_from_an_episode_that_is_slow(path):
@@ -103,7 +118,12 @@ def test_an_engine_that_hangs_is_told_from_an_episode_that_is_slow(path):
         return collected
 
     collected = with_worker(path, use, timeout_s=1.0)
-    assert "closed" in collected.engine_fault and not collected.failures and not collected.slots
+    assert (
+        collected.engine_fault.kind is Kind.ENGINE
+        and "closed" in collected.engine_fault.reason
+        and not collected.failures
+        and not collected.slots
+    )
 
 
 def test_an_empty_wait_returns_nothing_in_time(path):
@@ -114,16 +134,19 @@ def test_an_empty_wait_returns_nothing_in_time(path):
     assert collected.slots == [] and collected.batch is None and collected.failures == []
 
 
-def test_evaluation_keeps_the_order_and_refuses_to_average_over_fewer_problems(path):
+def test_evaluation_keeps_the_order_and_says_what_failed(path):
     async def use(worker):
         greedy = SamplingParams(max_new_tokens=6, temperature=0.0)
         first = await worker.evaluate(prompts_of(4), greedy)
         again = await worker.evaluate(prompts_of(4)[::-1], greedy)
-        with pytest.raises(RuntimeError, match=r"2 of 2 .*'p0'.*NaN"):
-            await worker.evaluate(prompts_of(2, fault="fail"), greedy)
-        return first, again
+        prompts = prompts_of(4)
+        prompts[1].payload["fault"] = "fail"
+        return first.batch, again.batch, await worker.evaluate(prompts, greedy), await worker.evaluate(prompts[1:2], greedy)
 
-    first, again = with_worker(path, use)
+    first, again, some, none = with_worker(path, use)
+    assert some.batch.prompt_ids == ["p0", "p2", "p3"] and none.batch is None
+    fault = Fault(Kind.ENVIRONMENT, "ValueError: the reward function returned NaN")
+    assert some.faults == none.faults == [("p1", fault)]
     assert first.prompt_ids == ["p0", "p1", "p2", "p3"]
     for a, b in zip(first, list(again)[::-1], strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
@@ -168,7 +191,7 @@ def test_stats_count_since_the_last_call(path):
 
     batches, first, second = with_worker(path, use)
     assert first["tokens"] == sum(b.num_actions for b in batches.values()) and first["busy_s"] > 0
-    assert second == {"tokens": 0.0, "busy_s": 0.0, "failed": 0.0, "timeouts": 0.0, "in_flight": 0.0}
+    assert second == {"tokens": 0.0, "busy_s": 0.0}
 
 
 def test_what_travels_is_flat_arrays(path):

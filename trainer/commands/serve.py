@@ -15,12 +15,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Compose the configuration and serve."""
-    from rlframe.config import ConfigError
-    from trainer.compose import compose
+    import os
 
-    config = compose(arguments.overrides)
-    try:
-        from trainer.server.serve import serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"rlframe serve needs the package {error.name}: pip install 'rlframe[server]'.") from None
-    serve(config)
+    from trainer.compose import compose
+    from trainer.server.serve import serve
+    from workers.process import refuse_shadowing
+
+    refuse_shadowing(os.getcwd())
+    serve(compose(arguments.overrides))

@@ -113,7 +113,9 @@ function drawRollouts() {
     list.append(button);
   });
   const versions = row.versions ? (row.versions[0] === row.versions[1] ? row.versions[0] : row.versions.join(" to ")) : "–";
-  const facts = `prompt ${row.prompt_id}, reward ${format(row.reward)}, ended by ${row.finish}, ${row.length} tokens, policy version ${versions}`;
+  const facts = `prompt ${row.prompt_id}, reward ${format(row.reward)}, ended by ${row.finish}, ${row.length} tokens, policy version ${versions}`
+    + Object.entries(row.reward_extra || {}).map(([name, x]) => `, ${mark(name)} ${format(x)}`).join("")
+    + (row.reward_failure ? `, no reward: ${mark(row.reward_failure)}` : "");
   const shown = element("div", {}, element("div", { class: "note" }, facts), drawTokens(row));
   place.append(bar, element("div", { class: "viewer" }, list, shown),
     element("p", { class: "note" }, "Grey text was given (prompt, observations); underlined tokens were sampled. Hover a token, or Tab to one and use the arrow keys."));

@@ -20,14 +20,14 @@ ENVIRONMENTS = {
 """Name to ``module:factory``, imported when it is asked for."""
 
 
-def make_environment(task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int) -> Environment:
+def make_environment(task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int | None) -> Environment:
     """Build the environment ``task.name``: one of `ENVIRONMENTS`, or ``module:factory`` of the user's own.
 
     Args:
         task: what to build, with its options.
         tokenizer: a Hugging Face tokenizer.
         seed: seed of everything the environment draws, except which problems are held out.
-        eval_size: number of held-out problems.
+        eval_size: number of held-out problems; None (for a prompt file with ``task.eval``): all of them.
 
     Raises:
         ConfigError: unknown name, unknown option, or data that cannot be used; one sentence for the user.

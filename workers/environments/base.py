@@ -6,6 +6,8 @@ and the tokens that come before the next turn. Nothing here knows an engine, Ray
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,6 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlframe.types import Prompt
+
+EXTRAS = "reward_extra"
+FAILURE = "reward_failure"
 
 
 class RewardError(RuntimeError):
@@ -28,11 +33,35 @@ class Problem:
     """One task instance of a data set; the prompt stream turns it into a `Prompt` each time it is drawn."""
 
     id: str
-    """Identity in the data set; the same in every run."""
+    """What messages and files call it; the same in every run on the same data."""
     tokens: np.ndarray
     """int32[P], the rendered prompt; never empty."""
     payload: dict[str, Any] = field(default_factory=dict)
     """What the episode needs to reward the answer (JSON-like)."""
+    content: str = ""
+    """`digest` of what the problem is, however it is rendered and wherever it lies; a run that resumes compares it. Empty: made
+    of ``id`` and ``payload``, or without a payload of ``id`` and ``tokens``; of ``id`` alone if the payload is no JSON."""
+
+    def __post_init__(self) -> None:
+        if not self.content:
+            try:
+                self.content = digest([self.id, self.payload or self.tokens])
+            except (TypeError, ValueError, RecursionError):  # keys that are no text, or a payload that contains itself
+                self.content = digest(self.id)
+
+
+def digest(value: Any) -> str:
+    """32 hex digits of a JSON-like value, the same for every order of its keys; what is not JSON counts by its type alone.
+
+    Raises:
+        TypeError, ValueError, RecursionError: keys that are neither text nor comparable, or a value that contains itself.
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 @dataclass
@@ -46,7 +75,11 @@ class StepResult:
     observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """int32[O], tokens appended before the next turn; empty when done."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What else is worth logging (JSON-like, small)."""
+    """What else is worth keeping (JSON-like, small).
+
+    Numbers in a dict under `EXTRAS` are logged as means by their names; a reason under `FAILURE` says that there was no reward
+    and 0 stands for it.
+    """
 
 
 class Episode(Protocol):
@@ -71,8 +104,8 @@ class Environment(Protocol):
     max_turns: int
     """Most turns of one episode.
 
-    An environment may also have ``answer_tokens``, the fewest tokens of a turn that can hold any right answer; a run whose
-    ``rollout.max_new_tokens`` is smaller is refused.
+    An environment may also have ``answer_tokens``, the fewest tokens of a turn that can hold any right answer (a run whose
+    ``rollout.max_new_tokens`` is smaller is refused), and ``notes``, sentences about its data that a run prints when it starts.
     """
 
     def train_prompts(self) -> Sequence[Problem]:

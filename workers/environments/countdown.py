@@ -21,7 +21,8 @@ from rlframe.config import ConfigError, TaskConfig
 from rlframe.types import Prompt
 from workers.environments.base import Problem, StepResult
 from workers.environments.options import read_options
-from workers.environments.rendering import Replies, render, stop_token_ids
+from workers.environments.rendering import Replies, render
+from workers.environments.stops import response, stop_token_ids
 
 SEED = 20260
 """Fixes the set of problems."""
@@ -81,9 +82,10 @@ class Countdown:
         """Raises ConfigError for an unknown option, or when there are too few problems."""
         del seed  # which problems there are, and which are held out, is fixed
         self.options = read_options(CountdownOptions, task.options, self.name)
-        self.tokenizer, self.chat_template, self.eval_size = tokenizer, task.chat_template, eval_size
-        self.stop_token_ids, self.max_turns = stop_token_ids(tokenizer), self.options.attempts
-        self.replies = Replies(tokenizer, bool(task.chat_template) and self.options.attempts > 1)
+        self.tokenizer, self.task, self.eval_size = tokenizer, task, eval_size
+        self.stop_token_ids = stop_token_ids(tokenizer, task.stop, task.template_args)
+        self.max_turns = self.options.attempts
+        self.replies = Replies(tokenizer, bool(task.chat_template) and self.options.attempts > 1, task.template_args)
         self._split: tuple[list[Problem], list[Problem]] | None = None
 
     def train_prompts(self) -> Sequence[Problem]:
@@ -102,7 +104,8 @@ class Countdown:
                     "lower eval.size, or raise task.options.high or numbers."
                 )
             made.sort(key=lambda problem: hashlib.blake2b(repr(problem).encode(), digest_size=8).digest())
-            tokens = render(self.tokenizer, [self._text(p) for p in made], [str(p) for p in made], self.chat_template)
+            texts, places = [self._text(problem) for problem in made], [str(problem) for problem in made]
+            tokens = render(self.tokenizer, texts, places, self.task.chat_template, self.task.template_args)
             problems = [
                 Problem(
                     PLAIN.format(numbers=_listed(numbers), target=target).strip(), ids, {"numbers": numbers, "target": target}
@@ -114,7 +117,7 @@ class Countdown:
 
     def _text(self, problem: tuple[list[int], int]) -> str:
         numbers, target = problem
-        text = CHAT if self.chat_template else PLAIN
+        text = CHAT if self.task.chat_template else PLAIN
         return text.format(numbers=_listed(numbers), target=target, operators=", ".join(self.options.operators))
 
     def episode(self, prompt: Prompt) -> Countdown.Episode:
@@ -128,7 +131,7 @@ class Countdown:
 
         async def step(self, action: np.ndarray, finish: str) -> StepResult:
             options, numbers, target = self.environment.options, self.payload["numbers"], self.payload["target"]
-            text = self.environment.tokenizer.decode(action, skip_special_tokens=True).strip()
+            text = response(self.environment.tokenizer, action, finish, self.environment.stop_token_ids).strip()
             self.attempts += 1
             reward = verify(text, numbers, target, options.format_reward) if finish == "stop" else 0.0
             metadata = {"answer": text, "attempts": self.attempts}

@@ -6,10 +6,10 @@ file. Rewards run in processes of their own (`workers.rewards`).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ import numpy as np
 
 from rlframe.config import ConfigError, TaskConfig
 from rlframe.types import Prompt
-from workers.environments.base import FatalRewardError, Problem, RewardError, StepResult
+from workers.environments.base import EXTRAS, FAILURE, FatalRewardError, Problem, RewardError, StepResult, digest
+from workers.environments.chats import Chat, read_prompt
 from workers.environments.options import read_options
-from workers.environments.prompt_data import column, place, read_rows
-from workers.environments.rendering import render, stop_token_ids
+from workers.environments.prompt_data import column, place, printable, read_rows
+from workers.environments.rendering import render
+from workers.environments.stops import response, stop_token_ids
 from workers.rewards import RewardFailed, RewardPool, check_reward
 
 EXCERPT = 80
@@ -31,18 +33,34 @@ class NoOptions:
     """A prompt file takes no ``task.options``."""
 
 
+@dataclass
+class Question:
+    """A problem, and what tells its prompt from others."""
+
+    problem: Problem
+    prompt: str
+    """Digest of the prompt before it is rendered."""
+
+
 class PromptFile:
-    """Prompts of ``task.train``; ``task.eval``, or ``eval_size`` problems held out from it, for evaluation."""
+    """Prompts of ``task.train``; those of ``task.eval``, or problems held out from ``task.train``, for evaluation."""
 
     max_turns = 1
 
-    def __init__(self, task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int) -> None:
-        """Reads nothing yet. Raises ConfigError for an option or a tokenizer without an end-of-sequence token."""
+    def __init__(self, task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int | None) -> None:
+        """Reads nothing yet; ``eval_size`` None asks for all of ``task.eval``.
+
+        Raises ConfigError for an option, a stop or a tokenizer without an end-of-sequence token.
+        """
         del seed  # which problems are held out is fixed
         read_options(NoOptions, task.options, task.name)
         self.name, self.task, self.tokenizer, self.eval_size = task.name, task, tokenizer, eval_size
-        self.stop_token_ids = stop_token_ids(tokenizer)
+        self.stop_token_ids = stop_token_ids(tokenizer, task.stop, task.template_args)
         self.rewards = RewardPool(task)
+        self.held_out_by_tokens = False
+        """Hold out problems as runs did whose checkpoints say nothing else: by a digest of the rendered prompt."""
+        self.notes: list[str] = []
+        """What a user should know of the held-out problems."""
 
     def train_prompts(self) -> Sequence[Problem]:
         """The training problems; raises ConfigError for a file, a row or a reward function that cannot be used."""
@@ -64,30 +82,64 @@ class PromptFile:
         assert self.task.train is not None
         verl = check_reward(self.task)
         train = self._read("task.train", self.task.train, verl)
-        if self.task.eval is not None:
-            return train, [held_out(p) for p in self._read("task.eval", self.task.eval, verl)]
-        return split(train, self.eval_size, self.task.train)
+        if self.task.eval is None:
+            return self._split(train, f"task.train={self.task.train}")
+        found, size = self._read("task.eval", self.task.eval, verl), self.eval_size
+        if size is not None and size != len(found):
+            kind = "a random sample, the same in every run" if size < len(found) else "all that there are"
+            self.notes.append(
+                f"Evaluations use {min(size, len(found))} of the {len(found)} rows of task.eval={self.task.eval} "
+                f"(eval.size={size}): {kind}."
+            )
+        return [question.problem for question in train], [held_out(p) for p in sample(found, size)]
 
-    def _read(self, key: str, name: str, verl: bool) -> list[Problem]:
+    def _split(self, questions: list[Question], name: str) -> tuple[list[Problem], list[Problem]]:
+        """Training and held-out problems of one set."""
+        assert self.eval_size is not None
+        if self.held_out_by_tokens:
+            questions = [replace(q, prompt=blake2b(q.problem.tokens.tobytes(), digest_size=16).hexdigest()) for q in questions]
+        train, evaluation = split(questions, self.eval_size, name)
+        self.notes.append(
+            f"Evaluations use {len(evaluation)} of the {len(questions)} rows of {name}: a random sample, the same in every "
+            f"run. {len(train)} are trained on."
+        )
+        return train, evaluation
+
+    def _read(self, setting: str, name: str, verl: bool) -> list[Question]:
         """One problem a row."""
-        rows = read_rows(key, name, self.task.name)
-        places = [place(name, self.task.name, number) for number, _ in rows]
-        prompts = [column(row, self.task.prompt_key, p, "task.prompt_key") for (_, row), p in zip(rows, places, strict=True)]
-        if verl:
-            for (_, row), where in zip(rows, places, strict=True):
-                model = column(row, "reward_model", where, "task.reward takes ground_truth")
-                column(model if isinstance(model, dict) else {}, "ground_truth", f"reward_model in {where}", "task.reward")
-        tokens = render(self.tokenizer, prompts, places, self.task.chat_template)
-        if self.task.reward == "math":
-            for (_, row), where in zip(rows, places, strict=True):
-                if "answer" not in row:
-                    model = row.get("reward_model")
-                    known, name_of = (model, "ground_truth") if isinstance(model, dict) else (row, "answer")
-                    column(known, name_of, where, "task.reward=math")
+        task = self.task
+        texts = [key for key in (task.prompt_key, task.tools_key) if key]
+        rows = [(place(name, task.name, number), number, row) for number, row in read_rows(setting, name, task.name, texts)]
+        prompts: list[str | Chat] = []
+        contents = []
+        named = "" if task.prompt_key == "prompt" else f", column {printable(task.prompt_key)}"
+        for where, _, row in rows:
+            self._check_row(row, where, verl)
+            tools = row.get(task.tools_key) if task.tools_key else None
+            prompt, answer = read_prompt(column(row, task.prompt_key, where, "task.prompt_key"), tools, task, where + named)
+            prompts.append(prompt)
+            contents.append(digest(row))
+            if answer is not None:
+                row.setdefault("reference", answer)
+        places = [where + named for where, _, _ in rows]
+        tokens = render(self.tokenizer, prompts, places, task.chat_template, task.template_args)
         return [
-            Problem(f"{Path(name).name}:{number}", ids, {"row": row, "place": where})
-            for (number, row), where, ids in zip(rows, places, tokens, strict=True)
+            Question(
+                Problem(f"{Path(name).name}:{number}", ids, {"row": row, "place": where}, content),
+                digest(prompt) if isinstance(prompt, str) else prompt.content,
+            )
+            for (where, number, row), ids, prompt, content in zip(rows, tokens, prompts, contents, strict=True)
         ]
+
+    def _check_row(self, row: dict[str, Any], where: str, verl: bool) -> None:
+        """Refuse a row without what ``task.reward`` compares with."""
+        if verl:
+            model = column(row, "reward_model", where, "task.reward takes ground_truth")
+            column(model if isinstance(model, dict) else {}, "ground_truth", f"reward_model in {where}", "task.reward")
+        if self.task.reward == "math" and "answer" not in row:
+            model = row.get("reward_model")
+            known, name = (model, "ground_truth") if isinstance(model, dict) else (row, "answer")
+            column(known, name, where, "task.reward=math")
 
     class Episode:
         """One answer."""
@@ -97,12 +149,12 @@ class PromptFile:
 
         async def step(self, action: np.ndarray, finish: str) -> StepResult:
             environment, payload = self.environment, self.prompt.payload
-            response = environment.tokenizer.decode(action, skip_special_tokens=True)
+            text = response(environment.tokenizer, action, finish, environment.stop_token_ids)
             try:
-                score = await environment.rewards.score(response, payload["row"])
+                score = await environment.rewards.score(text, payload["row"])
             except RewardFailed as error:
                 return self.failed(str(error))
-            return StepResult(reward=score.value, done=True, metadata=dict(score.extras))
+            return StepResult(reward=score.value, done=True, metadata={EXTRAS: score.extras} if score.extras else {})
 
         def failed(self, reason: str) -> StepResult:
             """What ``task.on_reward_failure`` asks for; an evaluation is over all its problems, so it drops none."""
@@ -115,38 +167,48 @@ class PromptFile:
                 raise FatalRewardError(f"{sentence} task.on_reward_failure=drop or zero would go on.")
             if task.on_reward_failure == "drop" and not payload.get("held_out"):
                 raise RewardError(sentence)
-            return StepResult(reward=0.0, done=True, metadata={"reward_failure": reason})
+            return StepResult(reward=0.0, done=True, metadata={FAILURE: reason})
 
 
-def split(problems: list[Problem], size: int, name: str) -> tuple[list[Problem], list[Problem]]:
+def split(questions: list[Question], size: int, name: str) -> tuple[list[Problem], list[Problem]]:
     """Hold out ``size`` problems with different prompts; rows with one of these prompts are not trained on.
 
-    A prompt's place in the order in which prompts are held out is a hash of its tokens: the same in every run, whatever the
-    order of the file.
+    A prompt's place in the order in which prompts are held out is a digest: the same in every run, whatever the order of the
+    file. Rows that render to the tokens of a held-out one are not trained on either.
 
     Raises:
         ConfigError: not more than ``size`` different prompts.
     """
-    digests = [hashlib.blake2b(problem.tokens.tobytes(), digest_size=16).digest() for problem in problems]
-    by_prompt = dict(zip(reversed(digests), reversed(problems), strict=True))  # the first of several stays
+    by_prompt = {question.prompt: question.problem for question in reversed(questions)}  # the first of several stays
     if len(by_prompt) <= size:
         raise ConfigError(
-            f"eval.size={size}, but task.train={name} has only {len(by_prompt)} different prompts, so none would be left to "
+            f"eval.size={size}, but {name} has only {len(by_prompt)} different prompts, so none would be left to "
             "train on; lower eval.size, or give held-out prompts with task.eval."
         )
     chosen = sorted(by_prompt)[:size]
+    tokens = {by_prompt[prompt].tokens.tobytes() for prompt in chosen}
     away = set(chosen)
-    train = [problem for problem, digest in zip(problems, digests, strict=True) if digest not in away]
-    return train, [held_out(by_prompt[digest]) for digest in chosen]
+    train = [q.problem for q in questions if q.prompt not in away and q.problem.tokens.tobytes() not in tokens]
+    if not train:
+        raise ConfigError(
+            f"eval.size={size}, but {name} has no prompt that differs from these once it is rendered; lower eval.size."
+        )
+    return train, [held_out(by_prompt[prompt]) for prompt in chosen]
+
+
+def sample(questions: list[Question], size: int | None) -> list[Problem]:
+    """``size`` problems in the order of the file (None: all), chosen by a digest of their rows, so the same in every run."""
+    order = sorted(range(len(questions)), key=lambda i: questions[i].problem.content)
+    return [questions[i].problem for i in sorted(order[:size])]
 
 
 def held_out(problem: Problem) -> Problem:
     """The problem, marked."""
-    return Problem(problem.id, problem.tokens, problem.payload | {"held_out": True})
+    return replace(problem, payload=problem.payload | {"held_out": True})
 
 
 def excerpt(prompt: Any) -> str:
     """The end of a prompt, on one line."""
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    text = " ".join(text.split())
+    last = prompt[-1] if isinstance(prompt, list) and prompt else prompt
+    text = " ".join(str(last.get("content") if isinstance(last, dict) else last).split())
     return text if len(text) <= EXCERPT else "..." + text[-EXCERPT:]

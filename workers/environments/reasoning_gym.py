@@ -12,17 +12,16 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from rlframe.config import ConfigError, TaskConfig
-from workers import rewards
-from workers.environments.base import Problem
+from workers.environments.base import Problem, digest
 from workers.environments.options import read_options
-from workers.environments.prompt_file import PromptFile, split
+from workers.environments.prompt_file import PromptFile, Question
 from workers.environments.rendering import render
+from workers.reward_process import CHILD, ENVIRONMENT
 
-SCRIPT = Path(rewards.__file__).with_name("reasoning_problems.py")
+SCRIPT = CHILD.with_name("reasoning_problems.py")
 SEED = 20260
 """Seed of the problems where ``config`` gives none; which problems there are does not depend on the run's seed."""
 
@@ -56,20 +55,21 @@ class ReasoningGym(PromptFile):
 
     @cached_property
     def _problems(self) -> tuple[list[Problem], list[Problem]]:
+        assert self.eval_size is not None  # there is no file of held-out problems
         name = self.options.dataset
         config = {"seed": SEED, **self.options.config, "size": self.options.problems + self.eval_size}
         questions = ask(name, config)
         places = [f"problem {i} of {name}" for i in range(len(questions))]
         texts = [f"{question}\n{self.options.instruction}".strip() for question in questions]
         rows = [{"dataset": name, "config": config, "index": i, "question": question} for i, question in enumerate(questions)]
-        return split(
+        tokens = render(self.tokenizer, texts, places, self.task.chat_template, self.task.template_args)
+        return self._split(
             [
-                Problem(f"{name}:{row['index']}", tokens, {"row": row, "place": place})
-                for row, place, tokens in zip(
-                    rows, places, render(self.tokenizer, texts, places, self.task.chat_template), strict=True
+                Question(
+                    Problem(f"{name}:{row['index']}", ids, {"row": row, "place": place}, digest(row)), digest(row["question"])
                 )
+                for row, place, ids in zip(rows, places, tokens, strict=True)
             ],
-            self.eval_size,
             f"the data set {name}",
         )
 
@@ -82,7 +82,7 @@ def ask(name: str, config: dict[str, Any]) -> list[str]:
     """
     ended = subprocess.run(
         [sys.executable, "-P", str(SCRIPT), name, json.dumps(config, sort_keys=True)],
-        env={**os.environ, **rewards.ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
         check=False,

@@ -1,41 +1,127 @@
-"""From a prompt (text or chat messages) to tokens, what an environment says between turns, and which tokens end an answer.
+"""From a prompt (text or chat) to tokens, and what an environment says between turns.
 
 Where prompts come from is not here. What the policy sampled is never rendered: it stays the tokens that it is.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import re
 from collections.abc import Sequence
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
+import jinja2.defaults
+import jinja2.meta
 import numpy as np
 
-from rlframe.config import ConfigError
+from rlframe.config import ConfigError, TaskConfig
+from workers.environments.chats import Chat, read_prompt
 
-_STAND_IN = "WHAT-THE-POLICY-SAID"
-
-
-def stop_token_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's end of sequence, and what the model folder's ``generation_config.json`` adds (the end of a chat turn).
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    folder = Path(str(tokenizer.name_or_path))
-    if (folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        more = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-        found += [int(token) for token in (more if isinstance(more, list) else [more]) if token is not None]
-    if not found:
-        raise ConfigError(f"The tokenizer of {folder} has no end-of-sequence token, so no answer would ever end.")
-    return tuple(dict.fromkeys(found))
+PROVIDED = {*jinja2.defaults.DEFAULT_NAMESPACE, "raise_exception", "strftime_now"}
+"""What jinja and transformers give to every chat template."""
+STAND_IN = "WHAT-THE-POLICY-SAID"
+"""Stands for a turn of the policy when a chat template is asked what it writes around one."""
 
 
-def render(tokenizer: Any, prompts: Sequence[Any], places: Sequence[str], chat_template: bool | None) -> list[np.ndarray]:
-    """Tokenise prompts, each a string or a list of chat messages ``{"role": ..., "content": ...}``.
+class Template:
+    """The tokenizer's chat template with ``task.template_args``."""
+
+    def __init__(self, tokenizer: Any, arguments: dict[str, Any] | None = None) -> None:
+        """Raises ConfigError for an argument that the template does not read."""
+        self.tokenizer, self.arguments = tokenizer, arguments or {}
+        if self.arguments:
+            _check_arguments(tokenizer, self.arguments)
+
+    def __call__(
+        self,
+        messages: list[dict[str, Any]],
+        place: str,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        header: bool = True,
+        continued: bool = False,
+    ) -> str:
+        """The messages as text.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` and what else the template reads.
+            place: where they came from, for messages to the user.
+            tools: JSON schemas of tools.
+            header: append the header of the answer.
+            continued: leave the last message open instead.
+
+        Raises:
+            ConfigError: there is no chat template, or it refuses the messages.
+        """
+        if self.tokenizer.chat_template is None:
+            raise ConfigError(
+                f"{place}: the prompt is a chat, but the model's tokenizer has no chat template; use plain strings."
+            )
+        read = names_read(self.tokenizer, tools) if tools else None
+        if read is not None and "tools" not in read:
+            raise ConfigError(
+                f"{place}: the prompt has tools, but the tokenizer's chat template renders none; set task.tools_key=null to "
+                "leave them out."
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                add_generation_prompt=header and not continued,
+                continue_final_message=continued,
+                tokenize=False,
+                **self.arguments,
+            )
+        except Exception as error:  # templates are programs of the model's authors and raise what they like
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(f"{place}: the tokenizer's chat template refuses the messages: {reason:.300}.") from None
+
+
+def names_read(tokenizer: Any, tools: Any = None) -> set[str] | None:
+    """The variables that a tokenizer's chat template reads; None where it cannot be parsed here."""
+    try:
+        return _names_in(tokenizer.get_chat_template(tools=tools))
+    except ValueError:  # several templates, none of which is the default
+        return None
+
+
+@lru_cache(maxsize=8)
+def _names_in(template: str) -> set[str] | None:
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # a tag of transformers alone
+    try:
+        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except jinja2.TemplateError:
+        return None
+    return jinja2.meta.find_undeclared_variables(parsed) - PROVIDED
+
+
+def _check_arguments(tokenizer: Any, arguments: dict[str, Any]) -> None:
+    if tokenizer.chat_template is None:
+        raise ConfigError("task.template_args is set, but the model's tokenizer has no chat template; leave it out.")
+    ours = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
+    read = names_read(tokenizer)
+    for name in arguments:
+        if name in ours:
+            raise ConfigError(
+                f"task.template_args.{name} is not an argument of the chat template but one of ours; leave it out."
+            )
+        if read is not None and name not in read:
+            known = sorted(read - ours - set(tokenizer.special_tokens_map))
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else f"it reads {', '.join(known) or 'no argument'}."
+            raise ConfigError(f"task.template_args.{name} is not read by the tokenizer's chat template; {hint}")
+
+
+def render(
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    places: Sequence[str],
+    chat_template: bool | None,
+    template_args: dict[str, Any] | None = None,
+) -> list[np.ndarray]:
+    """Tokenise prompts, each a string, a list of chat messages ``{"role": ..., "content": ...}`` or a `Chat`.
 
     Messages go through the tokenizer's chat template, with the header of the answer appended. Strings stay as they are, behind
     the beginning-of-sequence token where the tokenizer puts one; with ``chat_template`` they become a user's message.
@@ -45,27 +131,25 @@ def render(tokenizer: Any, prompts: Sequence[Any], places: Sequence[str], chat_t
         prompts: what to render.
         places: where each prompt came from, for messages to the user.
         chat_template: ``task.chat_template``.
+        template_args: ``task.template_args``.
 
     Returns:
         int32[P] tokens of every prompt, never empty.
 
     Raises:
-        ConfigError: a prompt that is empty or neither of both, no chat template, or one that refuses the messages.
+        ConfigError: a prompt that is empty, neither of both or no Unicode text, no chat template, or one that refuses the
+            messages.
     """
-    begin = _begin(tokenizer)
+    begin, template = _begin(tokenizer), Template(tokenizer, template_args)
+    settings = TaskConfig(chat_template=chat_template)
     texts, plain = [], []
     for prompt, place in zip(prompts, places, strict=True):
-        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-            raise ConfigError(f"{place}: the prompt is empty.")
-        is_text = isinstance(prompt, str)
-        if not is_text and chat_template is False:
-            raise ConfigError(f"{place}: the prompt is a list of chat messages, and task.chat_template=false forbids them.")
-        plain.append(is_text and not chat_template)
-        if plain[-1]:
-            texts.append(prompt)
-        else:
-            messages = [{"role": "user", "content": prompt}] if is_text else prompt
-            texts.append(_chat(tokenizer, messages, place))
+        chat = prompt if isinstance(prompt, Chat) else read_prompt(prompt, None, settings, place)[0]
+        plain.append(isinstance(chat, str))
+        texts.append(
+            chat if isinstance(chat, str) else template(chat.messages, place, tools=chat.tools, continued=chat.continued)
+        )
+        _check_unicode(texts[-1], place)
     rows = tokenizer(texts, add_special_tokens=False).input_ids if texts else []
     rendered = []
     for row, is_plain, place in zip(rows, plain, places, strict=True):
@@ -84,26 +168,33 @@ class Replies:
     turn) is tokenised alone.
     """
 
-    def __init__(self, tokenizer: Any, chat: bool) -> None:
+    def __init__(self, tokenizer: Any, chat: bool, template_args: dict[str, Any] | None = None) -> None:
         """Raises ConfigError for a chat without a chat template, or with one that does not repeat what was said."""
-        self.tokenizer, self.chat = tokenizer, chat
-        if chat and _STAND_IN not in _chat(tokenizer, _exchange(""), "task.chat_template=true"):
+        self.tokenizer, self.chat, self.template = tokenizer, chat, Template(tokenizer, template_args if chat else None)
+        self.special = special_ids(tokenizer) if chat else frozenset()
+        if chat and STAND_IN not in self.template(_exchange(""), "task.chat_template=true"):
             raise ConfigError("task.chat_template=true: the tokenizer's chat template leaves out earlier turns.")
 
     def __call__(self, text: str, action: np.ndarray) -> np.ndarray:
         """int32[O], tokens that follow ``action`` (int32[A], the sampled turn) when the environment says ``text``."""
         if not self.chat:
             return self._tokens(f"\n{text}\n")
-        tokens = self._tokens(_chat(self.tokenizer, _exchange(text), "a reply").partition(_STAND_IN)[2])
-        ended = len(action) > 0 and len(tokens) > 0 and action[-1] == tokens[0]
-        return tokens[1:] if ended else tokens
+        tokens = self._tokens(self.template(_exchange(text), "a reply").partition(STAND_IN)[2])
+        end = next((i for i, token in enumerate(tokens) if int(token) in self.special), 0)  # what ends the policy's turn
+        ended = len(action) > 0 and len(tokens) > 0 and action[-1] == tokens[end]
+        return tokens[end + 1 :] if ended else tokens
 
     def _tokens(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
 
 
-def _exchange(text: str) -> list[dict[str, str]]:
-    said = [("user", "play"), ("assistant", _STAND_IN), ("user", text)]
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens that no text is made of: those that were added to the vocabulary, among them all special ones."""
+    return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
+
+
+def _exchange(text: str) -> list[dict[str, Any]]:
+    said = [("user", "play"), ("assistant", STAND_IN), ("user", text)]
     return [{"role": role, "content": content} for role, content in said]
 
 
@@ -113,15 +204,9 @@ def _begin(tokenizer: Any) -> list[int]:
     return first if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] else []
 
 
-def _chat(tokenizer: Any, messages: Any, place: str) -> str:
-    if tokenizer.chat_template is None:
-        raise ConfigError(f"{place}: the prompt is a chat, but the model's tokenizer has no chat template; use plain strings.")
-    good = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    )
-    if not good:
-        raise ConfigError(f'{place}: the prompt is neither a string nor a list of messages {{"role": ..., "content": ...}}.')
+def _check_unicode(text: str, place: str) -> None:
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates are programs of the model's authors and raise what they like
-        raise ConfigError(f"{place}: the tokenizer's chat template refuses the messages: {error}.") from None
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(text[error.start]):04x}"
+        raise ConfigError(f"{place}: the prompt is not Unicode text: it has half of a surrogate pair ({code}).") from None

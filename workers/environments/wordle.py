@@ -19,7 +19,8 @@ from rlframe.config import ConfigError, TaskConfig
 from rlframe.types import Prompt
 from workers.environments.base import Problem, StepResult
 from workers.environments.options import read_options
-from workers.environments.rendering import Replies, render, stop_token_ids
+from workers.environments.rendering import Replies, render
+from workers.environments.stops import response, stop_token_ids
 from workers.environments.wordle_words import WORDS
 
 SEED = 20260
@@ -80,8 +81,9 @@ class Wordle:
         self.length, self.max_turns = len(self.words[0]), self.options.guesses
         self.tokenizer, self.eval_size = tokenizer, eval_size
         self.chat = bool(task.chat_template)
-        self.replies = Replies(tokenizer, self.chat)
-        self.stop_token_ids = stop_token_ids(tokenizer)
+        self.template_args = task.template_args
+        self.replies = Replies(tokenizer, self.chat, self.template_args)
+        self.stop_token_ids = stop_token_ids(tokenizer, task.stop, self.template_args)
         self.answer_tokens = 1 + max(len(row) for row in tokenizer(list(self.words), add_special_tokens=False).input_ids)
         self._split: tuple[list[Problem], list[Problem]] | None = None
 
@@ -101,7 +103,7 @@ class Wordle:
                     "lower eval.size, or give more task.options.words or openers."
                 )
             rules = CHAT.format(length=self.length, guesses=self.options.guesses + self.options.openers) if self.chat else PLAIN
-            (start,) = render(self.tokenizer, [rules], ["the rules of wordle"], self.chat)
+            (start,) = render(self.tokenizer, [rules], ["the rules of wordle"], self.chat, self.template_args)
             problems = [self._problem(start, secret, openers) for secret, openers in made]
             self._split = problems[self.eval_size :], problems[: self.eval_size]
         return self._split
@@ -128,7 +130,7 @@ class Wordle:
 
         async def step(self, action: np.ndarray, finish: str) -> StepResult:
             environment, options = self.environment, self.environment.options
-            text = environment.tokenizer.decode(action, skip_special_tokens=True)
+            text = response(environment.tokenizer, action, finish, environment.stop_token_ids)
             guess = read_guess(text, environment.length) if finish == "stop" else None
             if options.listed_only and guess not in environment.words:
                 guess = None

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from rlframe.types import Finish, Prompt, Trajectory
-from workers.environments.base import Environment
+from workers.environments.base import Environment, FatalRewardError, RewardError, StepResult
+from workers.faults import EpisodeFailed, Fault, Kind, blame
 from workers.rollout.engine import Completion, Engine, SamplingParams
 
 
@@ -93,12 +94,40 @@ def _join(parts: list[Completion]) -> Completion:
     return Completion(**arrays, finish="length" if parts[-1].finish == "abort" else parts[-1].finish)
 
 
-def _check_room(prompt: Prompt, max_model_len: int) -> None:
-    if len(prompt.tokens) >= max_model_len:
-        raise ValueError(
-            f"Prompt {prompt.id!r} has {len(prompt.tokens)} tokens, which leaves no room in "
-            f"rollout.max_model_len={max_model_len}."
-        )
+def _check(prompt: Prompt, length: int, tokens: np.ndarray, max_model_len: int, vocabulary: int | None) -> None:
+    """Refuse a sequence of ``length`` that ends in ``tokens``; an engine that tries may die, with the requests of others."""
+    reason = None
+    if length >= max_model_len:
+        reason = f"has {length} tokens, which leaves no room in rollout.max_model_len={max_model_len}"
+    elif vocabulary is not None and len(unknown := tokens[(tokens < 0) | (tokens >= vocabulary)]):
+        reason = f"has the token {unknown[0]}, but the ids of the model's vocabulary end at {vocabulary - 1}"
+    if reason:
+        raise EpisodeFailed(Fault(Kind.REJECTED, f"prompt {prompt.id!r} {reason}"))
+
+
+def _reward(result: StepResult, policy: str) -> float:
+    """The reward of a turn, or what ``policy`` (``task.on_reward_failure``) says about one that is no float32 number."""
+    with np.errstate(over="ignore"):
+        if np.isfinite(np.float32(result.reward)):
+            return result.reward
+    if policy == "zero":
+        return 0.0
+    kind = FatalRewardError if policy == "raise" else RewardError
+    raise kind(
+        f"The environment gave the reward {result.reward}, which is no finite float32 (task.on_reward_failure={policy})."
+    )
+
+
+def _observed(result: StepResult) -> np.ndarray:
+    """int64[O], the observation of a turn; ids beyond int32 are still themselves.
+
+    Raises:
+        ValueError: it is not token ids.
+    """
+    given = np.asarray(result.observation)
+    if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
+        raise ValueError(f"an observation must be a list of token ids, not {given.dtype} values of shape {given.shape}")
+    return given.astype(np.int64)
 
 
 def _of_turn(params: SamplingParams, environment: Environment, turn: int, room: int) -> SamplingParams:
@@ -118,6 +147,8 @@ async def run_episode(
     params: SamplingParams,
     *,
     max_model_len: int,
+    vocabulary: int | None = None,
+    on_reward_failure: str = "raise",
 ) -> Trajectory:
     """Run one episode and return its trajectory.
 
@@ -128,41 +159,52 @@ async def run_episode(
         params: ``max_new_tokens`` is the budget of one turn; the environment's stop tokens end a turn; ``seed`` makes the
             seeds of all turns.
         max_model_len: budget of the whole episode in tokens, prompt and observations included.
+        vocabulary: all token ids must be below it; None: not checked.
+        on_reward_failure: what becomes of a reward that is no finite float32, as ``task.on_reward_failure`` says.
 
     Returns:
         ``finish`` is ``stop`` when the environment ended the episode, and ``length`` when a budget did: the last turn hit
         its own, there is no room for another turn, or the environment's ``max_turns`` are used up.
 
     Raises:
-        ValueError: the prompt leaves no room for a single token.
+        EpisodeFailed: the environment, its reward or the engine failed, or a sequence was rejected.
+        EngineDeadError: the engine can serve no more.
     """
-    _check_room(prompt, max_model_len)
-    episode = environment.episode(prompt)
     metadata: dict[str, Any] = {}
     rows: _Rows | None = None
     tokens = np.asarray(prompt.tokens, dtype=np.int32)
     finish: Finish = "length"
+    _check(prompt, len(tokens), tokens, max_model_len, vocabulary)
+    with blame(Kind.ENVIRONMENT):
+        episode = environment.episode(prompt)
     for turn in range(environment.max_turns):
-        completion = await sample_turn(engine, tokens, _of_turn(params, environment, turn, max_model_len - len(tokens)))
-        result = await episode.step(completion.ids, completion.finish)
-        if rows is None:
-            rows = _Rows(completion.head_ids.shape[1])
-            rows.observe(tokens)
-        rows.act(completion, result.reward)
+        room = max_model_len - len(tokens)
+        with blame(Kind.ENGINE, of_values=Kind.REJECTED):
+            completion = await sample_turn(engine, tokens, _of_turn(params, environment, turn, room))
+        with blame(Kind.ENVIRONMENT):
+            result = await episode.step(completion.ids, completion.finish)
+            reward, observation = _reward(result, on_reward_failure), _observed(result)
+        with blame(Kind.ENGINE):
+            if rows is None:
+                rows = _Rows(completion.head_ids.shape[1])
+                rows.observe(tokens)
+            rows.act(completion, reward)
+            tokens = np.concatenate([tokens, completion.ids, observation.astype(np.int32)])
         metadata |= result.metadata
-        tokens = np.concatenate([tokens, completion.ids, np.asarray(result.observation, np.int32)])
         if result.done:
             finish = "length" if completion.finish == "length" else "stop"
             break
         if len(tokens) >= max_model_len or turn + 1 == environment.max_turns:
             break
-        rows.observe(result.observation)
+        _check(prompt, len(tokens), observation, max_model_len, vocabulary)
+        rows.observe(observation.astype(np.int32))
     assert rows is not None
-    return Trajectory(
-        **rows.arrays(),
-        finish=finish,
-        prompt_id=prompt.id,
-        index=prompt.index,
-        env=prompt.env,
-        metadata=metadata | {"turns": turn + 1},
-    )
+    with blame(Kind.ENGINE):
+        return Trajectory(
+            **rows.arrays(),
+            finish=finish,
+            prompt_id=prompt.id,
+            index=prompt.index,
+            env=prompt.env,
+            metadata=metadata | {"turns": turn + 1},
+        )

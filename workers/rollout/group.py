@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,13 +20,14 @@ import ray
 
 from rlframe.config import Config
 from rlframe.types import Batch, Prompt
-from workers.environments.base import FatalRewardError
 from workers.pools import Pool
 from workers.rollout.engine import Completion, SamplingParams
 from workers.rollout.supervision import Supervised, WorkerLost
-from workers.rollout.worker import COUNTERS, Collected, RolloutWorker
+from workers.rollout.worker import COUNTERS, Collected, Evaluation, RolloutProcess
 
 COLLECT_TIMEOUT_S = 1.0
+CALLS = 8
+"""Remote calls that a worker answers at once, beside the prompts that it runs."""
 MAX_LOSSES = 3
 """Workers that a prompt may see lost while they have it; then it is taken for the cause, and dropped."""
 
@@ -35,10 +38,11 @@ class RolloutGroup:
     Args:
         config: the whole job.
         spawn: makes the actor of a worker, given its number.
+        log_dir: folder of the workers' logs.
     """
 
-    def __init__(self, config: Config, spawn: Callable[[int], Any]) -> None:
-        self.config = config
+    def __init__(self, config: Config, spawn: Callable[[int], Any], log_dir: str | None = None) -> None:
+        self.config, self.log_dir = config, log_dir
         self.workers = [Supervised(i, spawn, config) for i in range(config.rollout.workers)]
         self._queue: dict[int, Prompt] = {}
         self._losses: Counter[int] = Counter()
@@ -49,23 +53,22 @@ class RolloutGroup:
     def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> RolloutGroup:
         """Create the actors in ``pool``; `start` starts their engines."""
         rollout, folder = config.rollout, os.getcwd()
-        remote: Any = ray.remote(RolloutWorker)
+        remote: Any = ray.remote(RolloutProcess)
 
         def spawn(i: int) -> Any:
             return remote.options(
                 num_cpus=rollout.cpus,
                 num_gpus=rollout.gpus,
-                max_concurrency=rollout.max_concurrency,
+                max_concurrency=CALLS,
                 max_restarts=0,
                 **pool.options(i),
-            ).remote(config, model_path, i, log_dir and f"{log_dir}/rollout_{i}.log", folder)
+            ).remote(config, model_path, i, log_dir and _log(log_dir, i), folder)
 
-        return cls(config, spawn)
+        return cls(config, spawn, log_dir)
 
     async def start(self) -> None:
-        """Start all engines."""
-        limit = self.config.cluster.startup_timeout_s
-        await asyncio.gather(*(worker.call("start", limit_s=limit) for worker in self.workers))
+        """Start all engines; raises as `Supervised.start` does."""
+        await asyncio.gather(*(worker.start(_log(self.log_dir or "logs", worker.index)) for worker in self.workers))
 
     async def revive(self) -> None:
         """Start lost workers again; for a group whose workers have nothing in flight that could be lost.
@@ -82,6 +85,12 @@ class RolloutGroup:
     def up(self) -> list[int]:
         """Workers that serve the current weights and take prompts."""
         return [worker.index for worker in self.workers if worker.admitted]
+
+    def progress(self) -> tuple[Any, ...]:
+        """A value that changes when an episode ends, when a worker is lost or back, and while one starts."""
+        if any(worker.starting for worker in self.workers):
+            return (time.monotonic(),)
+        return tuple((worker.progress, worker.restarts, worker.admitted) for worker in self.workers)
 
     def state(self) -> str:
         """What the workers have to do, as a clause: which are lost, how many prompts each has."""
@@ -131,8 +140,9 @@ class RolloutGroup:
         for slot in (*collected.slots, *(slot for slot, _ in collected.failures)):
             del place.in_flight[slot]
             self._losses.pop(slot, None)
+        place.progress = collected.progress
         if collected.engine_fault:
-            place.lose(collected.engine_fault)
+            place.lose(collected.engine_fault.reason, kind=collected.engine_fault.kind)
         return collected
 
     async def reissue(self, worker: int) -> tuple[int, list[int]]:
@@ -174,7 +184,7 @@ class RolloutGroup:
         self._admission.set()
         await self._send()
 
-    async def evaluate(self, prompts: list[Prompt], sampling: SamplingParams, wait: bool = True) -> Batch:
+    async def evaluate(self, prompts: list[Prompt], sampling: SamplingParams, wait: bool = True) -> Evaluation:
         """One episode of every prompt, spread over the workers; a share whose worker is lost goes to another one.
 
         Args:
@@ -183,19 +193,14 @@ class RolloutGroup:
             wait: without a worker, wait until somebody brings one back.
 
         Raises:
-            FatalRewardError: the reward function failed.
             WorkerLost: no worker is up, and nobody will bring one back.
         """
         shares = [prompts[i :: len(self.workers)] for i in range(len(self.workers))]
-        try:
-            return Batch.concat(
-                await asyncio.gather(*(self._evaluate(i, s, sampling, wait) for i, s in enumerate(shares) if s))
-            )
-        except FatalRewardError as error:
-            raise getattr(error, "cause", error) from None  # Ray's copy of it has the worker's traceback in its message
+        parts = await asyncio.gather(*(self._evaluate(i, s, sampling, wait) for i, s in enumerate(shares) if s))
+        batches = [part.batch for part in parts if part.batch is not None]
+        return Evaluation(Batch.concat(batches) if batches else None, [fault for part in parts for fault in part.faults])
 
-    async def _evaluate(self, first: int, share: list[Prompt], sampling: SamplingParams, wait: bool) -> Batch:
-        rounds = 1 + len(share) // self.config.rollout.max_concurrency
+    async def _evaluate(self, first: int, share: list[Prompt], sampling: SamplingParams, wait: bool) -> Evaluation:
         while True:
             while not (up := self.up()):
                 if not wait:
@@ -204,12 +209,24 @@ class RolloutGroup:
                 await self._admission.wait()
             worker = self.workers[first if first in up else up[first % len(up)]]
             with contextlib.suppress(WorkerLost):
-                return await worker.call("evaluate", share, sampling, limit_s=(1 + rounds) * self.config.rollout.timeout_s)
+                return await self._answers(worker, share, sampling)
+
+    async def _answers(self, worker: Supervised, share: list[Prompt], sampling: SamplingParams) -> Evaluation:
+        """All answers of one worker. Each of its episodes has a time limit, so they have none together; a worker that is gone
+        is found by asking how far it is.
+        """
+        call = asyncio.ensure_future(worker.call("evaluate", share, sampling, limit_s=math.inf))
+        try:
+            while not (await asyncio.wait([call], timeout=COLLECT_TIMEOUT_S))[0]:
+                worker.progress = await worker.call("progress")
+            return await call
+        finally:
+            call.cancel()
 
     async def stats(self) -> list[dict[str, float]]:
-        """Counters of every worker: ``tokens`` generated, ``busy_s``, ``in_flight``; zeros of those that are lost."""
+        """Counters of every worker: ``tokens`` generated, ``busy_s``; zeros of those that are lost."""
         stats = await self._each("stats", workers=self.up())
-        return [stats.get(worker.index, dict.fromkeys((*COUNTERS, "in_flight"), 0.0)) for worker in self.workers]
+        return [stats.get(worker.index, dict.fromkeys(COUNTERS, 0.0)) for worker in self.workers]
 
     async def _each(self, method: str, *args: Any, workers: Iterable[int]) -> dict[int, Any]:
         """The answers of those of ``workers`` that are not lost, before or by this call."""
@@ -224,3 +241,7 @@ class RolloutGroup:
     async def close(self) -> None:
         """Shut the engines down."""
         await asyncio.gather(*(worker.close() for worker in self.workers))
+
+
+def _log(log_dir: str, worker: int) -> str:
+    return f"{log_dir}/rollout_{worker}.log"

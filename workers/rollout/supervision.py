@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlframe.config import Config
 from rlframe.types import Prompt
+from workers.faults import Kind, describe
 from workers.rollout.engine import EngineDeadError
 
 CLOSE_S = 10.0
@@ -26,6 +27,39 @@ CLOSE_S = 10.0
 
 class WorkerLost(RuntimeError):
     """A rollout worker serves no more; the message says which one and why, in one sentence."""
+
+    def __init__(self, reason: str, kind: Kind = Kind.WORKER_LOST) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class StartFailed(RuntimeError):
+    """A process of the run cannot start, and would not the next time; the message has its own reason."""
+
+
+async def started(who: str, log: str, start: Awaitable[None]) -> None:
+    """Await the start of ``who``, whose output is in ``log``.
+
+    Raises:
+        StartFailed: it failed.
+        WorkerLost: the process was lost while it started; another one may do better.
+    """
+    try:
+        await start
+    except RayActorError as error:
+        if not error.actor_init_failed:
+            raise WorkerLost(f"{who} was lost while it started: {first_line(error)}.") from error
+        reason = str(error).strip().rpartition("\n")[2]  # a traceback: the class could not even be imported there
+        raise StartFailed(f"{who} cannot start: {reason.rstrip('.')}. Its log is {log}.") from error
+    except WorkerLost:
+        raise
+    except Exception as error:
+        raise StartFailed(f"{who} cannot start: {describe(error).rstrip('.')}. Its log is {log}.") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Of the message, or the name of the exception if it has none."""
+    return (str(error).partition("\n")[0] or type(error).__name__).rstrip(".")
 
 
 class Supervised:
@@ -46,6 +80,10 @@ class Supervised:
         """Why the worker is lost; None: it is not."""
         self.admitted = False
         """Whether it is known to serve the current weights, so that prompts may go to it."""
+        self.progress = 0
+        """Episodes that have ended in the actor, when it was last heard."""
+        self.starting = False
+        """Whether it is being started, which has a time limit of its own."""
         self.restarts = 0
         self.gone = False
         """Whether it will not be started again."""
@@ -77,19 +115,34 @@ class Supervised:
         except TimeoutError as error:
             raise self.lose(f"it did not answer {method}() within {limit:g} s", actor) from error
         except EngineDeadError as error:  # Ray's copy of it has the worker's traceback in its message
-            raise self.lose(str(getattr(error, "cause", error)), actor) from error
+            raise self.lose(str(getattr(error, "cause", error)), actor, Kind.ENGINE) from error
         except RayTaskError:
             raise
         except RayError as error:
-            raise self.lose(str(error).partition("\n")[0] or type(error).__name__, actor) from error
+            raise self.lose(first_line(error), actor) from error
 
-    def lose(self, reason: str, actor: Any = None) -> WorkerLost:
+    def lose(self, reason: str, actor: Any = None, kind: Kind = Kind.WORKER_LOST) -> WorkerLost:
         """Give the worker up and kill what is left of it; ``actor``: only if it is still this one. Returns the loss."""
         if self.loss is None and actor in (None, self._actor):
-            self.loss = WorkerLost(f"Rollout worker {self.index} is lost: {reason.rstrip('.')}.")
+            self.loss = WorkerLost(f"Rollout worker {self.index} is lost: {reason.rstrip('.')}.", kind)
             self.admitted = False
             end(self._actor)
         return self.loss or WorkerLost(f"Rollout worker {self.index} was replaced during a call.")
+
+    async def start(self, log: str) -> None:
+        """Start the engine for the first time.
+
+        Raises:
+            StartFailed: it cannot start, or did not within ``cluster.startup_timeout_s``.
+            WorkerLost: its process or node was lost.
+        """
+        limit, who = self._config.cluster.startup_timeout_s, f"Rollout worker {self.index}"
+        try:
+            async with asyncio.timeout(limit):
+                await started(who, log, self._actor.start.remote())
+        except TimeoutError:
+            reason = f"{who} did not start within cluster.startup_timeout_s={limit:g}. Its log is {log}."
+            raise StartFailed(reason) from None
 
     async def restart(self) -> None:
         """Put a new actor in place of a lost one, and start its engine.
@@ -98,13 +151,15 @@ class Supervised:
             WorkerLost: it did not start within ``cluster.startup_timeout_s``, or failed to.
         """
         self.restarts += 1
-        self._actor, self.loss = self._spawn(self.index), None
+        self._actor, self.loss, self.starting = self._spawn(self.index), None, True
         try:
             await self.call("start", limit_s=self._config.cluster.startup_timeout_s)
         except WorkerLost:
             raise
         except Exception as error:
-            raise self.lose(f"its engine did not start: {getattr(error, 'cause', error)}") from error
+            raise self.lose(f"its engine did not start: {describe(error)}", kind=Kind.ENGINE) from error
+        finally:
+            self.starting = False
 
     async def close(self) -> None:
         """End the engine and the actor."""

@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from rlframe.config import ConfigError
+from rlframe.engine_checks import check_rotary_length
 from workers.rollout.weights import DTYPES
 
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds of rotary positions whose frequencies depend on how long the sequence has become."""
 _PROMPT, _TOTAL = 9, 24
 """Tokens of a request that `keeps_states` tries: all at once, then one by one."""
 _CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -51,7 +49,7 @@ class TorchModel:
         )
         self.module: Any = model.to(device).eval().requires_grad_(False)
         """The module; adapters may be put into it or around it."""
-        check_rotary_length(model.config, max_model_len)
+        check_rotary_length(max_model_len, model.config.get_text_config())
         self._device = device
         self._config = model.config
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -94,24 +92,3 @@ class TorchModel:
         except Exception:  # whatever an architecture does with a cache that it was not written for
             return False
         return True
-
-
-def check_rotary_length(config: PreTrainedConfig, max_model_len: int) -> None:
-    """Refuse lengths at which a token's numbers would depend on how many tokens came after it.
-
-    Raises:
-        ConfigError: ``max_model_len`` is above the length up to which the frequencies of a dynamic or longrope model stay.
-    """
-    text = config.get_text_config()
-    rotary = getattr(text, "rope_parameters", None) or {}
-    for kind in [rotary, *(value for value in rotary.values() if isinstance(value, dict))]:
-        name = str(kind.get("rope_type"))
-        if not any(part in name for part in _LENGTH_DEPENDENT):
-            continue
-        original = kind.get("original_max_position_embeddings") or text.max_position_embeddings
-        if max_model_len > original:
-            raise ConfigError(
-                f"rollout.max_model_len={max_model_len}, but this model's rotary positions (rope_type={name}) change for all "
-                f"tokens once a sequence is longer than {original}, so that what was sampled is not what is trained on; "
-                f"set rollout.max_model_len to at most {original}."
-            )

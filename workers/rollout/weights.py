@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from rlframe.config import ENGINE_DTYPES
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ENGINE_DTYPES}
 
 
 def to_torch(array: np.ndarray, dtype: str) -> Tensor:

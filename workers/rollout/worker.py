@@ -10,15 +10,18 @@ import asyncio
 import contextlib
 import gc
 import time
+import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import Config, ConfigError, eval_size
 from rlframe.types import Batch, Prompt, Trajectory
 from workers.environments import make_environment
-from workers.environments.base import Environment, FatalRewardError
+from workers.environments.base import Environment
+from workers.faults import EpisodeFailed, Fault, Kind, describe
 from workers.process import find_modules_in, redirect_output
 from workers.rollout import nccl
 from workers.rollout.engine import Completion, Engine, EngineDeadError, SamplingParams, WeightUpdate
@@ -28,7 +31,7 @@ PROBE_TOKENS = 8
 """Tokens sampled by `RolloutWorker.probe`."""
 HEALTH_S = 60.0
 """Longest time that an engine may take to say that it lives, when an episode took too long."""
-COUNTERS = ("tokens", "busy_s", "failed", "timeouts")
+COUNTERS = ("tokens", "busy_s")
 """What `RolloutWorker.stats` counts."""
 
 
@@ -42,13 +45,15 @@ class Collected:
     """Trajectories of each of these; fewer than were asked for when some rollouts failed."""
     batch: Batch | None
     """All their trajectories, in the order of ``slots``; None when there are none."""
-    failures: list[tuple[int, str]]
-    """Slot and reason of prompts of which no rollout succeeded."""
-    lost: int = 0
-    """Rollouts that failed, in both kinds of prompts."""
-    fatal: str | None = None
-    """Why the run shall end, if it shall; one sentence."""
-    engine_fault: str | None = None
+    failures: list[tuple[int, list[Fault]]]
+    """Slots of the prompts of which no rollout succeeded, with the fault of each rollout."""
+    lost: list[Fault] = field(default_factory=list)
+    """Faults of the rollouts that the prompts in ``slots`` lack."""
+    progress: int = 0
+    """Episodes that have ended in this worker so far, in any way and for any purpose."""
+    fatal: Fault | None = None
+    """Why the run shall end, if it shall."""
+    engine_fault: Fault | None = None
     """Why the engine can serve no more, if it cannot; prompts in flight then are in neither list, and never will be."""
 
     def by_slot(self) -> Iterator[tuple[int, Batch]]:
@@ -58,6 +63,16 @@ class Collected:
             assert self.batch is not None
             yield slot, self.batch.select(range(first, first + count))
             first += count
+
+
+@dataclass
+class Evaluation:
+    """Held-out episodes."""
+
+    batch: Batch | None
+    """Those that succeeded, in the order of their prompts; None when there are none."""
+    faults: list[tuple[str, Fault]]
+    """Prompt id and fault of the others."""
 
 
 def make_engine(config: Config, model_path: str, index: int) -> Engine:
@@ -136,23 +151,25 @@ class RolloutWorker:
         redirect_output(log_file)
         if user_folder is not None:
             find_modules_in(user_folder)
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_path, local_files_only=True, trust_remote_code=config.model.trust_remote_code
-        )
+        trust = config.model.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=trust)
+        model = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=trust)
         self.config = config
-        self.environment: Environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=config.eval.size)
+        self.vocabulary = int(model.get_text_config().vocab_size)
+        self.environment: Environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=eval_size(config))
         self.engine: Engine = make_engine(config, model_path, index)
         self._places = asyncio.Semaphore(config.rollout.max_concurrency)
         self._tasks: set[asyncio.Task] = set()
-        self._finished: list[tuple[int, list[Trajectory], list[str]]] = []
+        self._finished: list[tuple[int, list[Trajectory], list[Fault]]] = []
         self._news = asyncio.Event()
         self._counters = dict.fromkeys(COUNTERS, 0.0)
         self._in_flight = 0
         self._busy_since = 0.0
-        self._fatal: str | None = None
-        self._engine_fault: str | None = None
+        self._progress = 0
+        self._fatal: Fault | None = None
+        self._engine_fault: Fault | None = None
 
     async def start(self) -> None:
         """Start the engine."""
@@ -184,29 +201,31 @@ class RolloutWorker:
             slots=[slot for slot, _ in done],
             counts=[len(trajectories) for _, trajectories in done],
             batch=Batch.from_trajectories(flat) if flat else None,
-            failures=[(slot, reasons[0]) for slot, trajectories, reasons in finished if not trajectories],
-            lost=sum(len(reasons) for _, _, reasons in finished),
+            failures=[(slot, faults) for slot, trajectories, faults in finished if not trajectories],
+            lost=[fault for _, trajectories, faults in finished if trajectories for fault in faults],
+            progress=self._progress,
             fatal=self._fatal,
             engine_fault=self._engine_fault,
         )
 
-    async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Batch:
-        """One episode of every prompt, in their order.
+    async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Evaluation:
+        """One episode of every prompt.
 
         Raises:
-            FatalRewardError: the environment ends the run.
             EngineDeadError: the engine died.
-            RuntimeError: an episode failed; an evaluation over fewer problems would be another number.
         """
         results = await asyncio.gather(*(self._episode(prompt, 0, sampling) for prompt in prompts))
-        if self._fatal is not None:
-            raise FatalRewardError(self._fatal)
         if self._engine_fault is not None:
-            raise EngineDeadError(self._engine_fault)
-        failed = [f"prompt {p.id!r}: {r}" for p, r in zip(prompts, results, strict=True) if isinstance(r, str)]
-        if failed:
-            raise RuntimeError(f"{len(failed)} of {len(prompts)} evaluation episodes failed, first {failed[0]}")
-        return Batch.from_trajectories([r for r in results if not isinstance(r, str)])
+            raise EngineDeadError(self._engine_fault.reason)
+        succeeded = [result for result in results if isinstance(result, Trajectory)]
+        return Evaluation(
+            batch=Batch.from_trajectories(succeeded) if succeeded else None,
+            faults=[(p.id, result) for p, result in zip(prompts, results, strict=True) if isinstance(result, Fault)],
+        )
+
+    async def progress(self) -> int:
+        """Episodes that have ended so far, in any way."""
+        return self._progress
 
     async def update_weights(self, update: WeightUpdate, place: int = 0, places: int = 1) -> str:
         """Pause, load, go on; returns the engine's checksum of what it now serves.
@@ -245,13 +264,11 @@ class RolloutWorker:
             return await self.engine.generate(tokens, sampling)
 
     async def stats(self) -> dict[str, float]:
-        """Since the last call: ``tokens`` sampled, ``busy_s`` with an episode running, episodes ``failed`` and ``timeouts``
-        among them; and the episodes now ``in_flight``.
-        """
+        """Since the last call: ``tokens`` sampled and ``busy_s`` with an episode running."""
         if self._in_flight:
             self._count_busy()
         counters, self._counters = self._counters, dict.fromkeys(COUNTERS, 0.0)
-        return counters | {"in_flight": float(self._in_flight)}
+        return counters
 
     async def health(self) -> None:
         """Return if the engine can serve; raise EngineDeadError if not."""
@@ -269,12 +286,12 @@ class RolloutWorker:
 
     async def _run_prompt(self, prompt: Prompt, slot: int, rollouts: int, sampling: SamplingParams) -> None:
         results = await asyncio.gather(*(self._episode(prompt, n, sampling) for n in range(rollouts)))
-        trajectories = [r for r in results if not isinstance(r, str)]
+        trajectories = [result for result in results if isinstance(result, Trajectory)]
         if len(trajectories) == rollouts or self._engine_fault is None:
-            self._finished.append((slot, trajectories, [r for r in results if isinstance(r, str)]))
+            self._finished.append((slot, trajectories, [result for result in results if isinstance(result, Fault)]))
         self._news.set()
 
-    async def _episode(self, prompt: Prompt, number: int, sampling: SamplingParams) -> Trajectory | str:
+    async def _episode(self, prompt: Prompt, number: int, sampling: SamplingParams) -> Trajectory | Fault:
         """One trajectory, or why there is none."""
         self._enter()
         limit = self.config.rollout.timeout_s
@@ -282,22 +299,28 @@ class RolloutWorker:
         try:
             async with self._places, asyncio.timeout(limit):
                 trajectory = await run_episode(
-                    self.engine, self.environment, prompt, params, max_model_len=self.config.rollout.max_model_len
+                    self.engine,
+                    self.environment,
+                    prompt,
+                    params,
+                    max_model_len=self.config.rollout.max_model_len,
+                    vocabulary=self.vocabulary,
+                    on_reward_failure=self.config.task.on_reward_failure,
                 )
             self._counters["tokens"] += float(trajectory.action_mask.sum())
             return trajectory
-        except TimeoutError:
-            self._counters["failed"] += 1
-            self._counters["timeouts"] += 1
+        except TimeoutError:  # of the line above: one of an environment or an engine comes as EpisodeFailed
             await self._check_engine()
-            return f"timed out: the episode took longer than rollout.timeout_s={limit:g}"
+            return Fault(Kind.TIMEOUT, f"the episode took longer than rollout.timeout_s={limit:g}")
+        except EpisodeFailed as failure:
+            if failure.fault.fatal:
+                self._fatal = failure.fault
+            return failure.fault
+        except EngineDeadError as error:
+            self._engine_fault = Fault(Kind.ENGINE, str(error))
+            return self._engine_fault
         except Exception as error:
-            self._counters["failed"] += 1
-            if isinstance(error, FatalRewardError):
-                self._fatal = str(error)
-            if isinstance(error, EngineDeadError):
-                self._engine_fault = str(error)
-            return f"{type(error).__name__}: {error}"
+            return Fault(Kind.ENVIRONMENT, describe(error))
         finally:
             self._leave()
 
@@ -307,9 +330,9 @@ class RolloutWorker:
             async with asyncio.timeout(HEALTH_S):
                 await self.engine.health()
         except TimeoutError:
-            self._engine_fault = f"The engine did not say within {HEALTH_S:g} s that it lives."
+            self._engine_fault = Fault(Kind.ENGINE, f"The engine did not say within {HEALTH_S:g} s that it lives.")
         except EngineDeadError as error:
-            self._engine_fault = str(error)
+            self._engine_fault = Fault(Kind.ENGINE, str(error))
 
     def _enter(self) -> None:
         if self._in_flight == 0:
@@ -318,6 +341,7 @@ class RolloutWorker:
 
     def _leave(self) -> None:
         self._in_flight -= 1
+        self._progress += 1
         if self._in_flight == 0:
             self._count_busy()
 
@@ -325,3 +349,24 @@ class RolloutWorker:
         now = time.monotonic()
         self._counters["busy_s"] += now - self._busy_since
         self._busy_since = now
+
+
+class RolloutProcess(RolloutWorker):
+    """A rollout worker as an actor: `start` raises what the constructor raised, whole; Ray would pass on a text of it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._broken: Exception | None = None
+        try:
+            super().__init__(*arguments)
+        except Exception as error:
+            self._broken = error
+
+    async def start(self) -> None:
+        """Start the engine; the log has the traceback of what prevents that."""
+        try:
+            if self._broken is not None:
+                raise self._broken
+            await super().start()
+        except Exception:
+            traceback.print_exc()
+            raise

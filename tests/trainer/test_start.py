@@ -1,0 +1,97 @@
+"""A run that does not get as far as training: why it cannot start, and a signal while it waits for what it needs."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from processes import PATIENCE_S, alive, descendants, wait_for
+from ray_cluster import environment, ray_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+HERE = Path(__file__).parent
+HOLDER = """
+import sys, time, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+ray.get(ray.util.placement_group([{"CPU": 2}]).ready())
+print("held", flush=True)
+time.sleep(3600)
+"""
+
+
+@contextmanager
+def driver(run_dir, *overrides, **variables):
+    """``rlframe train`` in the folder of these tests, with its console in a file beside ``run_dir``."""
+    command = [str(Path(sys.executable).parent / "rlframe"), "train", f"run_dir={run_dir}", "rollout=torch"]
+    command += ["eval.size=8", "log.wandb=disabled", *overrides]
+    with run_dir.with_suffix(".console").open("w") as console:
+        process = subprocess.Popen(
+            command,
+            cwd=HERE,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            env={**environment(), **variables},
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def console(run_dir):
+    return run_dir.with_suffix(".console").read_text()
+
+
+def ended_by(process, number):
+    """The exit code after a signal to the driver alone, and after it no process is left."""
+    family = descendants(process.pid)
+    os.kill(process.pid, number)
+    code = process.wait(timeout=PATIENCE_S)
+    wait_for(lambda: not any(map(alive, family)))
+    return code
+
+
+@pytest.mark.cluster
+def test_a_signal_ends_a_run_that_waits_for_the_cluster(tmp_path):
+    """For an hour, with a limit above the patience of this test; the cluster is left as it was."""
+    with ray_cluster([2]) as cluster:
+        command = [sys.executable, "-c", HOLDER, cluster.head]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as holder:
+            try:
+                assert holder.stdout.readline() == "held\n"
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    run_dir = tmp_path / number.name
+                    with driver(run_dir, f"cluster.address={cluster.head}", "cluster.startup_timeout_s=3600") as process:
+                        wait_for(lambda d=run_dir, p=process: "waiting for the cluster" in console(d) or p.poll() is not None)
+                        assert ended_by(process, number) == 130, console(run_dir)
+                    assert "Traceback" not in console(run_dir) and not (run_dir / "config.yaml").exists()
+                assert holder.poll() is None and cluster.nodes() == 2
+            finally:
+                holder.kill()
+
+
+def test_a_signal_ends_a_run_whose_engines_start(tmp_path):
+    run_dir, mark = tmp_path / "run", tmp_path / "starting"
+    with driver(run_dir, "task.name=fault_support:HangsAtStart", f"task.options.mark={mark}") as process:
+        wait_for(lambda: mark.exists() or process.poll() is not None)
+        assert ended_by(process, signal.SIGTERM) == 130, console(run_dir)
+    assert "Traceback" not in console(run_dir) and not (run_dir / "config.yaml").exists()
+
+
+def test_a_worker_that_cannot_start_says_why_once_and_where_its_log_is(tmp_path):
+    run_dir = tmp_path / "run"
+    with driver(run_dir, "task.name=fault_support:BreaksAtStart") as process:
+        assert process.wait(timeout=PATIENCE_S) == 1, console(run_dir)
+    log = run_dir / "logs" / "rollout_0.log"
+    said = (
+        f"rlframe: Rollout worker 0 cannot start: MemoryError: the accelerator is full,\nas it was yesterday. Its log is {log}."
+    )
+    assert said in console(run_dir)
+    assert "Starting again" not in console(run_dir) and "Traceback" not in console(run_dir)
+    assert "Traceback" in log.read_text() and "fault_support.py" in log.read_text()
+    assert not (run_dir / "config.yaml").exists(), "the next try in this folder is another run"

@@ -1,0 +1,75 @@
+"""What can go wrong with a rollout, as values that cross process boundaries: a kind and one sentence. No text is ever searched.
+
+How the controller counts each kind, and which of them end a run, is in `trainer.faults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from workers.environments.base import FatalRewardError, RewardError
+from workers.rollout.engine import EngineDeadError
+
+
+class Kind(StrEnum):
+    """Whose fault it is."""
+
+    TIMEOUT = "timeout"
+    """The episode took longer than it may."""
+    REWARD = "reward"
+    """There is no reward for it."""
+    ENVIRONMENT = "environment"
+    """The environment raised an exception, or answered with something that is no step."""
+    ENGINE = "engine"
+    """The engine failed, died, or returned something that is no completion."""
+    WORKER_LOST = "worker_lost"
+    """The process of the rollout worker, or its node, is gone or silent."""
+    REJECTED = "rejected"
+    """The sequence cannot be sampled from: no room is left, or a token is not in the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why there is no trajectory."""
+
+    kind: Kind
+    """Whose fault it is."""
+    reason: str
+    """One sentence or clause."""
+    fatal: bool = False
+    """Whether the run shall end because of it."""
+
+
+class EpisodeFailed(Exception):
+    """An episode gave no trajectory; ``fault`` says why."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.reason)
+        self.fault = fault
+
+
+@contextmanager
+def blame(kind: Kind, of_values: Kind | None = None) -> Iterator[None]:
+    """What is raised inside becomes a fault of ``kind``; a ValueError one of ``of_values``, if given.
+
+    Raises:
+        EpisodeFailed: instead of any exception but this one and EngineDeadError, which is more than one episode's.
+    """
+    try:
+        yield
+    except (EpisodeFailed, EngineDeadError):
+        raise
+    except RewardError as error:
+        raise EpisodeFailed(Fault(Kind.REWARD, str(error), isinstance(error, FatalRewardError))) from error
+    except Exception as error:
+        whose = of_values if of_values and isinstance(error, ValueError) else kind
+        raise EpisodeFailed(Fault(whose, describe(error))) from error
+
+
+def describe(error: BaseException) -> str:
+    """Type and message of an exception; of Ray's copy of one, those of the original, without the traceback."""
+    error = getattr(error, "cause", None) or error
+    return f"{type(error).__name__}: {error}".strip(": ")
