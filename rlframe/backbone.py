@@ -24,10 +24,10 @@ from rlframe.checksum import bit_sum
 from rlframe.config import MODEL_DTYPES, ConfigError
 from rlframe.exactness import Verdict, examine
 from rlframe.forward import Body, PackedForward
-from rlframe.hf_checkpoint import conversions, load_weights, to_checkpoint_names
+from rlframe.hf_checkpoint import conversions, load_weights, read_tensors, to_checkpoint_names
 from rlframe.lora import Adapters, bare
 from rlframe.losses.base import LMHead
-from rlframe.model_setup import blocks, empty_model, materialise, read_config, recompute_activations, shard
+from rlframe.model_setup import empty_model, materialise, named_blocks, read_config, recompute_activations, shard
 from rlframe.optim import local
 from rlframe.precision import full_precision
 from rlframe.ranks import Ranks
@@ -216,11 +216,17 @@ class Backbone:
 
     def groups(self) -> list[dict[str, nn.Parameter]]:
         """Base parameters in groups that translate to checkpoint names together: one per block, one for the rest."""
-        owner = {id(p): i for i, block in enumerate(blocks(self.model)) for p in block.parameters()}
+        owner = {id(p): i for i, block in enumerate(named_blocks(self.model)) for p in block.parameters()}
         grouped: dict[int, dict[str, nn.Parameter]] = {}
         for name, parameter in self.parameters():
             grouped.setdefault(owner.get(id(parameter), -1), {})[name] = parameter
         return list(grouped.values())
+
+    def stored_buffers(self) -> dict[str, Tensor]:
+        """Buffers that the folder holds (a router's correction, constants of an activation), as it holds them; none trains."""
+        persistent = self.model.state_dict().keys() - dict(self.model.named_parameters(remove_duplicate=False)).keys()
+        buffers = {bare(name): tensor for name, tensor in self.model.named_buffers() if name in persistent}
+        return read_tensors(self.path, self.checkpoint_names(buffers))
 
     def checkpoint_names(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors of one group under the names, and in the cuts, of the checkpoint."""

@@ -153,14 +153,33 @@ def check_context(max_model_len: int, text_config: Any) -> None:
         text_config: transformers' configuration of the language model.
 
     Raises:
-        ConfigError: it is longer than `longest_context`.
+        ConfigError: it is longer than `longest_context`, or than the rotary positions stay the same.
     """
+    check_rotary_length(max_model_len, text_config)
     longest = longest_context(text_config)
     _refuse(
         longest is not None and max_model_len > longest,
         f"rollout.max_model_len={max_model_len} is more than the {longest} tokens that the model takes by its config.json "
         "(positions, with the scaling of RoPE); lower it.",
     )
+
+
+def check_rotary_length(max_model_len: int, text_config: Any) -> None:
+    """Refuse lengths at which a token's numbers would depend on how many tokens came after it; arguments as in `check_context`.
+
+    Raises:
+        ConfigError: it is above the length up to which the frequencies of a dynamic or longrope model stay as they are.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        name = str(part.get("rope_type"))
+        original = part.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", None)
+        _refuse(
+            ("dynamic" in name or name == "longrope") and original is not None and max_model_len > original,
+            f"rollout.max_model_len={max_model_len}, but this model's rotary positions (rope_type={name}) change for all "
+            f"tokens once a sequence is longer than {original}, so that what was sampled is not what is trained on; set "
+            f"rollout.max_model_len to at most {original}.",
+        )
 
 
 def longest_context(text_config: Any) -> int | None:

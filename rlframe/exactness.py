@@ -93,6 +93,7 @@ def _examine(keyed: _Keyed, attn_implementation: str, trust_remote_code: bool) -
     name = config.architectures[0] if config.architectures else type(config).__name__
     with _quiet():
         small, reference = _reference(config, name, trust_remote_code)
+        _check_causal(reference, name)
         final, small_final = _final_logits(config, small, reference, name)
         found = None
         for kernel in _kernels(small.get_text_config(), attn_implementation):
@@ -175,6 +176,25 @@ def _weight(layer: Any) -> Tensor:
 def _logits(model: PreTrainedModel, tokens: np.ndarray) -> Tensor:
     """[T, V], what transformers gives. By a fresh copy: some rotary embeddings keep what a longer row left."""
     return copy.deepcopy(model)(input_ids=torch.from_numpy(tokens.astype("int64"))[None], use_cache=False).logits[0].float()
+
+
+def _check_causal(model: PreTrainedModel, name: str) -> None:
+    """Other tokens at the end must not change what precedes them.
+
+    Raises:
+        ConfigError: they do, so a token's log-probability in training is not that with which it was sampled.
+    """
+    tokens = _trajectories(model.config.get_text_config().vocab_size)[2]
+    kept = len(tokens) // 2
+    other = np.concatenate([tokens[:kept], tokens[kept:][::-1]])
+    _randomise(model, SCALES[-1])
+    first, second = (_logits(copy.deepcopy(model), each)[:kept].log_softmax(-1) for each in (tokens, other))
+    difference = float((first - second).abs().max())
+    if not difference <= ALONE:
+        raise ConfigError(
+            f"{name} lets tokens see those that come after them (log-probabilities change by {difference:.2g} nats), so it "
+            "cannot be trained on what it samples; if its configuration has is_decoder, set that to true."
+        )
 
 
 def _trajectories(vocabulary: int) -> list[np.ndarray]:

@@ -79,6 +79,16 @@ def weight_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(opened.keys(), files[0])
 
 
+def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Those of the tensors ``names`` that a folder has, in its dtypes."""
+    files, found = weight_files(folder), {}
+    for name in names:
+        if name in files:
+            with safe_open(files[name], framework="pt") as opened:
+                found[name] = opened.get_tensor(name)
+    return found
+
+
 def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
     """Fill the materialised parameters and persistent buffers of ``model`` from a folder.
 
@@ -161,6 +171,22 @@ def to_checkpoint_names(model: PreTrainedModel, table: list[Any], tensors: dict[
         return tensors
     model._weight_conversions = table  # type: ignore[assignment]  # where transformers keeps the table of a loaded model
     return revert_weight_conversion(model, tensors)
+
+
+def to_module_names(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The other way: tensors as the checkpoint stores them, renamed and joined as the modules of ``model`` hold them.
+
+    Raises:
+        ValueError: a tensor is none of this model's.
+    """
+    sources = _sources(model, list(tensors), model.state_dict(keep_vars=True))
+    if unknown := sorted(tensors.keys() - {key for source in sources.values() for key in source.keys}):
+        raise ValueError(f"The weight update does not fit the engine's model: unknown {unknown[:3]}.")
+    return {
+        target: tensor
+        for name, source in sources.items()
+        for target, tensor in _read_target(model, name, source, tensors.__getitem__)
+    }
 
 
 def write_folder(source: Path, destination: Path, groups: Iterable[dict[str, Tensor]]) -> None:

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlframe.adapter_targets import unfit
 from rlframe.config import ConfigError, LoraConfig
 from rlframe.seeding import normal_, uniform_
 
@@ -39,7 +41,9 @@ class Adapters:
         self._parameters = [name for name, _ in model.named_parameters()]
         self._heads = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
         self._embeddings = {name for name, module in model.named_modules() if module is model.get_input_embeddings()}
-        self._linears = [n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n not in self._heads]
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n not in self._heads}
+        self._unfit = unfit(model, layers)
+        self._linears = [name for name in layers if name not in self._unfit]
 
     def linear_modules(self) -> dict[str, list[str]]:
         """Paths of the linear layers by what they are part of: ``attn``, ``mlp``, and ``unembed`` where the head is its own."""
@@ -103,7 +107,7 @@ class Adapters:
             raise ConfigError(f"lora.rank is {config.rank}; it must be at least 1.")
         targets, parameters = config.targets, list(config.target_parameters)
         if targets == "all-linear":
-            targets = sorted({name.rpartition(".")[2] for name in self._linears})
+            targets = self._all_linear()
         elif not isinstance(targets, str):
             targets = list(targets)
         if not targets and not parameters:
@@ -122,6 +126,14 @@ class Adapters:
         )
         return peft_config, unmatched
 
+    def _all_linear(self) -> list[str]:
+        """The names that linear layers are called by; whole paths where another module has the same name."""
+        linears, names = set(self._linears), set()
+        for called in {name.rpartition(".")[2] for name in linears}:
+            alike = {name for name in self._modules if _is_called(name, called)}
+            names |= {called} if alike <= linears else alike & linears
+        return sorted(names)
+
     def _check_modules(self, targets: str | list[str], value_head: bool) -> set[str]:
         if isinstance(targets, str):
             chosen, unmatched = {name for name in self._modules if re.fullmatch(targets, name)}, set()
@@ -130,6 +142,8 @@ class Adapters:
         else:
             chosen = {name for name in self._modules if any(_is_called(name, target) for target in targets)}
             unmatched = {target for target in targets if not any(_is_called(name, target) for name in chosen)}
+        if found := sorted(chosen & self._unfit.keys()):
+            raise ConfigError(f"lora.targets includes {found[0]}, but {self._unfit[found[0]]}; leave it out.")
         if chosen & self._heads and value_head:
             raise ConfigError(
                 "lora.targets includes the LM head, which a session with a value head does not use; leave it out."
@@ -137,6 +151,28 @@ class Adapters:
         if chosen & (self._heads | self._embeddings) and self._model.config.get_text_config().tie_word_embeddings:
             raise ConfigError("lora.targets includes the LM head or the embedding, but this model ties the two; leave it out.")
         return unmatched
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a model an adapter changes."""
+
+    share: float
+    """Of all base weights, those that the adapter adds something to."""
+    stacked: list[str]
+    """What stacked weights (experts of a mixture) without adapter are called inside a block."""
+    stacked_share: float
+    """Of all base weights, those."""
+
+    def describe(self, role: str) -> str:
+        """One sentence for a person; ``role`` is the section of the configuration."""
+        said = f"{role}: adapters on {self.share:.1%} of the model's weights"
+        if not self.stacked:
+            return f"{said}."
+        return (
+            f"{said}; {self.stacked_share:.1%} are experts stacked in one parameter and have none, since {role}.lora.targets "
+            f"names layers. {role}.lora.target_parameters=[{','.join(self.stacked)}] adapts them."
+        )
 
 
 class Adapter:
@@ -198,6 +234,18 @@ class Adapter:
             changed[f"{bare(name)}.{attribute}"] = layer
         return changed
 
+    def coverage(self, model: PreTrainedModel) -> Coverage:
+        """What share of the base weights this adapter changes, and which stacked weights have none; tied ones count once."""
+        changed = self.deltas().keys()
+        sizes = {bare(name): p.numel() for name, p in model.named_parameters() if ".lora_" not in name}
+        stacked = _stacked(model)
+        missing = stacked - changed
+        return Coverage(
+            share=sum(size for name, size in sizes.items() if name in changed) / sum(sizes.values()),
+            stacked=sorted({re.sub(r"^.*\.\d+\.", "", name) for name in missing}),
+            stacked_share=sum(sizes[name] for name in missing) / sum(sizes.values()),
+        )
+
     def delta(self, layer: LoraLayer) -> Tensor:
         """What the adapter adds to a layer's base weight, in the base weight's shape."""
         return layer.get_delta_weight(self.key)  # type: ignore[attr-defined]
@@ -206,6 +254,17 @@ class Adapter:
         """PEFT's ``adapter_config.json`` as a dictionary."""
         config = {**self.peft_config.to_dict(), "inference_mode": True}
         return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+
+
+def _stacked(model: nn.Module) -> set[str]:
+    """Bare names of parameters that hold the matrices of several experts: [experts, rows, columns], in no layer of torch."""
+    return {
+        bare(f"{path}.{name}" if path else name)
+        for path, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.")
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and ".lora_" not in f"{path}.{name}" and min(parameter.shape) > 1
+    }
 
 
 @contextmanager

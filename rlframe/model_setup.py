@@ -64,11 +64,16 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
     Raises:
         ConfigError: the architecture does not name them.
     """
-    names = set(model._no_split_modules or [])
-    found = [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
+    found = named_blocks(model)
     if not found:
         raise ConfigError(f"{type(model).__name__} does not say which of its modules are blocks, so it cannot be sharded.")
     return found
+
+
+def named_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder blocks, in order; none where the architecture does not name them."""
+    names = set(model._no_split_modules or [])
+    return [module for module in model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
 
 
 def recompute_activations(model: PreTrainedModel) -> None:

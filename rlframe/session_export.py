@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,11 +124,8 @@ def _export_merged(session: Session, directory: Path) -> None:
 
     def write() -> None:
         if backbone.ranks.rank == 0:
-            write_folder(
-                backbone.path,
-                directory,
-                ({name: t.cpu() for name, t in backbone.checkpoint_names(group).items()} for group in groups),
-            )
+            trained = ({name: t.cpu() for name, t in backbone.checkpoint_names(group).items()} for group in groups)
+            write_folder(backbone.path, directory, chain(trained, [backbone.stored_buffers()]))
 
     def write_and_go_on() -> None:
         try:

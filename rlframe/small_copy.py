@@ -54,8 +54,9 @@ _SIZES = (
         "mamba_headdim mamba_n_heads mamba_num_heads o_lora_rank d_rel gated_norm_rank adapter_rank",
     ),
     (4, "qk_rope_head_dim rotary_dim mamba_dt_rank"),
-    (2, "linear_num_key_heads index_n_heads mamba_n_groups n_groups"),
+    (2, "linear_num_key_heads mamba_n_groups n_groups"),
     (64, "mamba_d_ssm"),
+    (16, "index_n_heads"),  # with few, all scores of an indexer may be 0, and which tokens it takes is an accident
 )
 _EXPERTS = "num_experts num_local_experts n_routed_experts moe_num_experts"
 _CHOSEN = "num_experts_per_tok num_experts_per_token top_k_experts moe_topk moe_k"

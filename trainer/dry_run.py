@@ -11,7 +11,7 @@ from trainer.run import read_inputs
 
 
 def report(config: Config) -> str:
-    """What is held out, the resolved configuration (YAML), the placement and the memory estimate.
+    """What is held out and what adapters are on, the resolved configuration (YAML), the placement and the memory estimate.
 
     The model, the tokenizer and the prompts are looked at as a run would: a built-in model that is not in the cache yet is
     built.

@@ -58,7 +58,7 @@ class Inputs:
     eval_prompts: list[Prompt]
     vocab_size: int
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What the user should know of the data."""
+    """What the user should know of the data and the adapters."""
 
 
 def train(config: Config) -> Path:
@@ -154,7 +154,7 @@ def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
         check_temporary_folder()
     check_arguments(config.rollout)
     model_path = resolve_model(config.model)
-    check_sessions(config, model_path)
+    adapters = check_sessions(config, model_path)
     trust = config.model.trust_remote_code
     text_config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust).get_text_config()
     check_context(config.rollout.max_model_len, text_config)
@@ -167,7 +167,7 @@ def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
     stream = PromptStream(environment.train_prompts(), environment.name, config.seed)
     stream.held_out_by_tokens = held_out_by_tokens
     held_out = environment.eval_prompts()[:size]
-    notes = list(getattr(environment, "notes", []))
+    notes = [*adapters, *getattr(environment, "notes", [])]
     if len(environment.eval_prompts()) > len(held_out):
         notes.append(f"{environment.name} has {len(environment.eval_prompts())} held-out problems: the first {size} are used.")
     problems = (*environment.train_prompts(), *held_out)

@@ -103,6 +103,7 @@ def test_a_dry_run_shows_configuration_placement_and_memory_and_starts_nothing(c
     assert (config.steps, config.algorithm.policy_loss) == (17, "dis")
     assert "1 x learner" in placement and "1 x rollout" in placement
     assert "backbone 0" in placement and "critic_0" in placement
+    assert "critic: adapters on " in out and "actor: adapters" not in out  # the actor of this preset trains all weights
     assert "all processes together" in memory
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "shown.yaml"}
     ray = sys.modules.get("ray")

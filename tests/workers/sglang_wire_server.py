@@ -104,7 +104,7 @@ class WireServer:
             raise ValueError(f"The following requested LoRA adapters are not loaded: {adapter}")
         stops = set() if wanted["ignore_eos"] else set(wanted["stop_token_ids"])
         if self.own_ends and not wanted["ignore_eos"]:
-            stops.add(self.engine._model.config.eos_token_id)
+            stops.add(self.engine._model.module.config.eos_token_id)
         params = SamplingParams(
             max_new_tokens=min(wanted["max_new_tokens"], self.context_length - len(prompt)),
             temperature=wanted["temperature"],

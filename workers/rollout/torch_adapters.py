@@ -36,7 +36,7 @@ class TorchAdapterEngine(TorchEngine):
 
     def __init__(self, model_path: str, *, max_loras: int = 8, **options: Any) -> None:
         super().__init__(model_path, **options)
-        self._adapters = Adapters(self._model)
+        self._adapters = Adapters(self._model.module)
         self._held: OrderedDict[str, Adapter] = OrderedDict()
         self._max_loras = max_loras
 
@@ -53,7 +53,7 @@ class TorchAdapterEngine(TorchEngine):
         """See `AdapterEngine.score`."""
         with self._under(adapter), torch.inference_mode():
             ids = torch.from_numpy(np.asarray(tokens, np.int64)).to(self._device)
-            logits = self._model(input_ids=ids[None], use_cache=False).logits[0].float()
+            logits = self._model.module(input_ids=ids[None], use_cache=False).logits[0].float()
         logprobs = torch.log_softmax(logits[:-1], -1)
         top = torch.topk(logprobs, min(request.top_k, self._vocabulary))
         scores = PromptScores(

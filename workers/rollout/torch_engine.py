@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
 
 from rlframe.checksum import weights_checksum
+from rlframe.hf_checkpoint import to_module_names
 from workers.rollout.engine import Completion, EngineDeadError, PauseMode, SamplingParams, WeightUpdate
-from workers.rollout.weights import DTYPES, to_torch
+from workers.rollout.torch_model import TorchModel
+from workers.rollout.weights import to_torch
 
 
 @dataclass
@@ -61,12 +62,15 @@ class TorchEngine:
         self.version = 0
         self._max_model_len = max_model_len
         self._device = torch.device(device)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=trust_remote_code
+        self._model = TorchModel(
+            model_path,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            device=self._device,
+            trust_remote_code=trust_remote_code,
         )
-        self._model: Any = model.to(self._device).eval().requires_grad_(False)
-        self._base = dict(self._model.named_parameters())
-        self._vocabulary = int(self._model.config.vocab_size)
+        self._base = dict(self._model.module.named_parameters())
+        self._vocabulary = self._model.vocabulary
         self._in_flight: dict[int, _Request] = {}
         self._paused = False
         self._closed = False
@@ -106,11 +110,10 @@ class TorchEngine:
     @torch.inference_mode()
     def _step(self, request: _Request, params: SamplingParams) -> None:
         if request.cache_version != self.version:
-            request.cache, request.cached, request.cache_version = DynamicCache(config=self._model.config), 0, self.version
-        fresh = torch.tensor([request.tokens[request.cached :]], device=self._device)
-        output = self._model(input_ids=fresh, past_key_values=request.cache, use_cache=True, logits_to_keep=1)
-        request.cached = len(request.tokens)
-        logprobs = processed_logprobs(output.logits[0, -1], params)
+            request.cache, request.cached, request.cache_version = self._model.cache(), 0, self.version
+        logits = self._model.next_logits(request.tokens[request.cached :], request.cache)
+        request.cached = 0 if request.cache is None else len(request.tokens)
+        logprobs = processed_logprobs(logits, params)
         if params.temperature == 0:
             token = int(logprobs.argmax())
         else:
@@ -134,19 +137,19 @@ class TorchEngine:
         return weights_checksum(held)
 
     def _load_base(self, tensors: dict[str, Tensor], mode: str) -> Iterable[Tensor]:
-        tied = {"lm_head.weight"} if self._model.config.tie_word_embeddings else set()
-        copy_parameters(self._base, {name: t for name, t in tensors.items() if name not in tied}, complete=mode == "full")
+        named = to_module_names(self._model.module, tensors)
+        copy_parameters(self._base, {name: t for name, t in named.items() if name in self._base}, complete=mode == "full")
         return self._base.values()
 
     def _load_adapter(self, tensors: dict[str, Tensor], adapter: dict | None) -> Iterable[Tensor]:
         if adapter is None:
             raise ValueError("An adapter update needs the PEFT configuration in `adapter`.")
-        if not hasattr(self._model, "peft_config"):
+        if not hasattr(self._model.module, "peft_config"):
             from peft import LoraConfig, get_peft_model
 
             wanted = {name: value for name, value in adapter.items() if name not in ("peft_type", "task_type")}
-            self._model = get_peft_model(self._model, LoraConfig(**wanted)).eval().requires_grad_(False)
-        held = {name.replace(".default", ""): p for name, p in self._model.named_parameters() if ".lora_" in name}
+            self._model.module = get_peft_model(self._model.module, LoraConfig(**wanted)).eval().requires_grad_(False)
+        held = {name.replace(".default", ""): p for name, p in self._model.module.named_parameters() if ".lora_" in name}
         copy_parameters(held, tensors, complete=True)
         return held.values()
 
