@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from rlframe.types import Prompt
-from trainer.compose import compose
-from trainer.run import train
+from trainer.run.job import train
+from trainer.settings.compose import compose
 from workers.environments.arithmetic import Arithmetic
 from workers.environments.base import StepResult
 

@@ -123,8 +123,8 @@ def trl_steps(path: str, options: argparse.Namespace) -> list[float]:
 
 def our_steps(path: str, options: argparse.Namespace) -> list[dict]:
     """Metrics of every step of ours."""
-    from trainer.compose import compose
-    from trainer.run import train
+    from trainer.run.job import train
+    from trainer.settings.compose import compose
 
     samples, tokens, _ = SIZES[options.model]
     with tempfile.TemporaryDirectory() as folder:

@@ -34,10 +34,10 @@ from rlframe.checksum import weights_checksum
 from rlframe.config import Config, ModelConfig
 from rlframe.models import resolve_model
 from rlframe.types import Batch, Prompt
-from trainer.compose import compose
-from trainer.run import train
+from trainer.run.job import train
+from trainer.settings.compose import compose
+from workers.engines.protocol import SamplingParams, WeightUpdate
 from workers.environments.base import StepResult
-from workers.rollout.engine import SamplingParams, WeightUpdate
 from workers.rollout.worker import RolloutWorker
 
 REPEATS = 10
@@ -87,7 +87,7 @@ def handling_seconds(batch: Batch) -> float:
 
 def parsing_seconds(batch: Batch) -> float:
     """Seconds in which the vLLM engine turns the flat lists of these completions into arrays."""
-    from workers.rollout.vllm import completion_of
+    from workers.engines.vllm.engine import completion_of
 
     k = batch.head_ids.shape[1]
     outputs = []

@@ -35,12 +35,12 @@ from rlframe.backbone import Backbone
 from rlframe.config import LoraConfig, OptimConfig
 from rlframe.losses.targets import make_loss
 from rlframe.sessions import Session, SessionSpec
-from trainer.compose import compose
 from trainer.server import data as server_data
 from trainer.server import paths
 from trainer.server.protobuf import read_pass
 from trainer.server.serve import Base
 from trainer.server.store import Store
+from trainer.settings.compose import compose
 
 DATA, LENGTH, RANK, BAR = 32, 64, 16, 0.7
 ADAM = types.AdamParams(learning_rate=1e-3)
@@ -135,7 +135,16 @@ def differences(store: Store, adapters: list[str], sessions: list[Session]) -> i
 
 
 def start(folder: Path, overrides: list[str]) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "trainer.cli", "serve", f"run_dir={folder}", "server.port=0", "rollout=torch", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.cli.main",
+        "serve",
+        f"run_dir={folder}",
+        "server.port=0",
+        "rollout=torch",
+        *overrides,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:

@@ -18,28 +18,28 @@ if TYPE_CHECKING:
         skip_observation_gae,
     )
     from rlframe.config import AlgorithmConfig, Config, ConfigError
-    from rlframe.corrections import Band, Clamp, Rejection, Truncate, Unweighted, WeightRule, rejection, truncation
     from rlframe.losses.base import LMHead, Loss, LossInputs, LossOutputs
+    from rlframe.losses.corrections import Band, Clamp, Rejection, Truncate, Unweighted, WeightRule, rejection, truncation
     from rlframe.losses.functional import PolicyLossOutputs, policy_loss, value_loss
     from rlframe.losses.logprobs import LogProbs
     from rlframe.losses.policy import PolicyLoss
+    from rlframe.losses.score_centering import Centering, center
     from rlframe.losses.value import ValueLoss, ValuePrediction
     from rlframe.metrics import Metrics
-    from rlframe.score_centering import Centering, center
     from rlframe.types import Batch, Prompt, Trajectory
     from rlframe.validation import check_batch
 
 _MODULES = {
     "rlframe.advantages": "RunningMean adaptive_lambda compute_advantages group_advantages skip_observation_gae",
     "rlframe.config": "AlgorithmConfig Config ConfigError",
-    "rlframe.corrections": "Band Clamp Rejection Truncate Unweighted WeightRule rejection truncation",
+    "rlframe.losses.corrections": "Band Clamp Rejection Truncate Unweighted WeightRule rejection truncation",
     "rlframe.losses.base": "LMHead Loss LossInputs LossOutputs",
     "rlframe.losses.functional": "PolicyLossOutputs policy_loss value_loss",
     "rlframe.losses.logprobs": "LogProbs",
     "rlframe.losses.policy": "PolicyLoss",
     "rlframe.losses.value": "ValueLoss ValuePrediction",
     "rlframe.metrics": "Metrics",
-    "rlframe.score_centering": "Centering center",
+    "rlframe.losses.score_centering": "Centering center",
     "rlframe.types": "Batch Prompt Trajectory",
     "rlframe.validation": "check_batch",
 }

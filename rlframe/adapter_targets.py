@@ -34,7 +34,8 @@ def unfit(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, 
         model: any instance, on any device; only its class and configuration are used.
         layers: path -> linear layer (or what derives from one) of it.
     """
-    run = _run_by_text(type(model), _Key(json.dumps(model.config.to_dict(), sort_keys=True, default=str), model.config))
+    cls: Any = type(model)
+    run = _run_by_text(cls, _Key(json.dumps(model.config.to_dict(), sort_keys=True, default=str), model.config))
     found = {}
     for path, layer in layers.items():
         if not is_linear(layer):
@@ -56,12 +57,12 @@ def is_linear(module: nn.Module) -> bool:
         return True
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     outline = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
-    wide, narrow = module.weight.shape  # type: ignore[union-attr,misc]
+    wide, narrow = module.weight.shape  # type: ignore[misc]
     if isinstance(module, Conv1D):
         wide, narrow = narrow, wide
     rows = 7  # no number of groups or experts that a layer might divide by
     try:
-        out = functional_call(module, outline, (torch.empty(rows, narrow, dtype=module.weight.dtype, device="meta"),))
+        out = functional_call(module, outline, (torch.empty(rows, narrow, dtype=held["weight"].dtype, device="meta"),))
     except Exception:
         return False
     return isinstance(out, Tensor) and out.shape == (rows, wide)

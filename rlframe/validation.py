@@ -1,6 +1,6 @@
 """Checks of batches before they are used; every refusal names the trajectory and the field.
 
-Checks of one trajectory live where it is built (`rlframe.types`), checks of the heads in `rlframe.score_centering`.
+Checks of one trajectory live where it is built (`rlframe.types`), checks of the heads in `rlframe.losses.score_centering`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What can go wrong with a rollout, as values that cross process boundaries: a kind and one sentence. No text is ever searched.
 
-How the controller counts each kind, and which of them end a run, is in `trainer.faults`.
+How the controller counts each kind, and which of them end a run, is in `trainer.run.faults`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
+from workers.engines.protocol import EngineDeadError
 from workers.environments.base import FatalRewardError, RewardError
-from workers.rollout.engine import EngineDeadError
 
 
 class Kind(StrEnum):

@@ -4,8 +4,8 @@ With p the trainer, q the sampler, r_v = p_v / q_v and weights f, a token y with
 
     dL/dz = -(f(r_y) (e_y - p) - sum_v q_v f(r_v) (e_v - p))
 
-in the logits z. `exact` is that line in float64. `from_head` takes the coefficients of `rlframe.score_centering.center`, the
-code that training runs. Nothing here reads runs or draws.
+in the logits z. `exact` is that line in float64. `from_head` takes the coefficients of
+`rlframe.losses.score_centering.center`, the code that training runs. Nothing here reads runs or draws.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlframe.config import AlgorithmConfig
 from rlframe.losses.base import LMHead, LossInputs
 from rlframe.losses.policy import PolicyLoss
 from rlframe.losses.rules import PolicyRules
-from rlframe.score_centering import center
+from rlframe.losses.score_centering import center
 from rlframe.sessions import Session
 from rlframe.types import Batch
 

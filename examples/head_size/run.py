@@ -24,9 +24,9 @@ from rlframe.alignment import action_rows
 from rlframe.backbone import Backbone
 from rlframe.models import resolve_model
 from rlframe.types import Batch
-from trainer.compose import load_yaml
-from trainer.recovery import read_batches
-from workers.session_specs import actor_spec
+from trainer.run.recovery import read_batches
+from trainer.settings.compose import load_yaml
+from workers.learner.sessions import actor_spec
 
 FOLDER = Path(__file__).parent
 ROOT = Path("runs/head_size")

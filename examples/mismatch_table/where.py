@@ -27,7 +27,7 @@ from rlframe.losses.logprobs import LogProbs
 from rlframe.models import resolve_model
 from rlframe.sessions import Session, SessionSpec
 from rlframe.types import Batch, Trajectory
-from trainer.samples import read, sampled_steps
+from trainer.watch.samples import read, sampled_steps
 
 UPDATED = 4e-3
 """Entries of the adapter's B after two updates at a learning rate of 2e-3."""

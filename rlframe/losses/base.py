@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlframe.corrections import WeightRule
+from rlframe.losses.corrections import WeightRule
 from rlframe.metrics import Metrics
 from rlframe.types import Batch
 

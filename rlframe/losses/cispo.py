@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlframe.config import AlgorithmConfig
-from rlframe.corrections import Clamp
+from rlframe.losses.corrections import Clamp
 from rlframe.losses.reinforce import WeightedScore
 
 

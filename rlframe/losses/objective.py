@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlframe.corrections import ratio, sequence_log_ratio
+from rlframe.losses.corrections import ratio, sequence_log_ratio
 from rlframe.losses.fused import Slopes
 from rlframe.losses.rules import PolicyRules
-from rlframe.score_centering import center
+from rlframe.losses.score_centering import center
 
 
 @dataclass

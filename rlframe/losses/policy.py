@@ -16,7 +16,7 @@ from rlframe.losses.fused import FusedOutputs, fused_loss
 from rlframe.losses.objective import PolicyObjective, PolicyTokens
 from rlframe.losses.policy_metrics import policy_metrics
 from rlframe.losses.rules import PolicyRules
-from rlframe.score_centering import check_heads
+from rlframe.losses.score_centering import check_heads
 from rlframe.validation import check_finite, check_logprobs, check_rows, check_vocabulary
 
 

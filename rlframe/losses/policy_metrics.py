@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from rlframe.corrections import LOG_RATIO_BOUND
+from rlframe.losses.corrections import LOG_RATIO_BOUND
 from rlframe.losses.fused import FusedOutputs
 from rlframe.losses.objective import PolicyObjective
 from rlframe.metrics import Metrics

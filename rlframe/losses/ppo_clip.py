@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rlframe.config import AlgorithmConfig
-from rlframe.corrections import LOG_RATIO_BOUND, ratio, ratio_slope
 from rlframe.losses.base import TokenLoss
+from rlframe.losses.corrections import LOG_RATIO_BOUND, ratio, ratio_slope
 
 
 @dataclass(frozen=True)

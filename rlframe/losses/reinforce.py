@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlframe.config import AlgorithmConfig
-from rlframe.corrections import Unweighted, WeightRule, ratio, truncation
 from rlframe.losses.base import TokenLoss
+from rlframe.losses.corrections import Unweighted, WeightRule, ratio, truncation
 
 
 @dataclass(frozen=True)

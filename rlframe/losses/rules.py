@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlframe.checks import check_algorithm
 from rlframe.config import AlgorithmConfig
-from rlframe.corrections import Rejection, WeightRule, rejection, truncation
+from rlframe.config.checks import check_algorithm
 from rlframe.losses.base import PolicyTokenLoss
 from rlframe.losses.cispo import cispo
+from rlframe.losses.corrections import Rejection, WeightRule, rejection, truncation
 from rlframe.losses.dis import dis
 from rlframe.losses.ppo_clip import ppo_clip
 from rlframe.losses.reinforce import reinforce

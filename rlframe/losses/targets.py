@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rlframe.config import ConfigError
-from rlframe.corrections import ratio, ratio_slope
 from rlframe.losses.base import LossInputs, LossOutputs
+from rlframe.losses.corrections import ratio, ratio_slope
 from rlframe.losses.fused import Slopes, fused_loss
 from rlframe.losses.value import squared_errors
 

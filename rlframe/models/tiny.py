@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlframe.config import ConfigError
-from rlframe.engine_checks import SEEDS
+from rlframe.config.engine_checks import SEEDS
 from rlframe.models.arithmetic import ArithmeticOptions, arithmetic_problems
 from rlframe.models.characters import character_tokenizer
 

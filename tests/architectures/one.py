@@ -27,8 +27,8 @@ from rlframe.losses.logprobs import LogProbs
 from rlframe.sessions import Session, SessionSpec
 from rlframe.small_copy import small_copies
 from rlframe.types import Batch, Trajectory
-from workers.rollout.engine import SamplingParams, WeightUpdate
-from workers.rollout.torch_engine import TorchEngine
+from workers.engines.protocol import SamplingParams, WeightUpdate
+from workers.engines.torch.engine import TorchEngine
 
 MOST_PARAMETERS = 5e7
 CLOSE = 1e-4

@@ -7,10 +7,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from loss_cases import make_case
 
 from rlframe import AlgorithmConfig, Batch, LMHead, LogProbs, LossInputs, PolicyLoss, Trajectory
 from rlframe.alignment import action_rows, last_rows, trajectory_of
+from tests.support.loss_cases import make_case
 
 
 def test_producers_stay_within_their_trajectory() -> None:

@@ -7,13 +7,13 @@ import logging
 import numpy as np
 import pytest
 import torch
-from session_cases import SHAPE, Policy, load, make_batch, spec
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlframe.attention import Segments
 from rlframe.config import ConfigError
 from rlframe.losses.base import LossInputs, LossOutputs
+from tests.support.session_cases import SHAPE, Policy, load, make_batch, spec
 
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": None}
 GATED_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from loss_cases import Case, make_case
 
 from rlframe import (
     AlgorithmConfig,
@@ -23,6 +22,7 @@ from rlframe import (
     policy_loss,
     value_loss,
 )
+from tests.support.loss_cases import Case, make_case
 
 POLICY = PolicyLoss(AlgorithmConfig())
 

@@ -4,8 +4,8 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from rlframe.checks import check, check_algorithm, parse_threshold
 from rlframe.config import AlgorithmConfig, Config, ConfigError
+from rlframe.config.checks import check, check_algorithm, parse_threshold
 from rlframe.losses.policy import PolicyLoss
 from rlframe.losses.rules import POLICY_LOSSES, PolicyRules
 

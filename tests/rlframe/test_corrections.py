@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from loss_cases import Case, dense_logprobs, gradient, make_case, sampled
 
 from rlframe import AlgorithmConfig, ConfigError, PolicyLoss, rejection, truncation
+from tests.support.loss_cases import Case, dense_logprobs, gradient, make_case, sampled
 
 LOG_R = torch.tensor([-3.0, -0.7, -0.1, 0.0, 0.2, 0.69, 0.7, 1.7, 89.0, -89.0], dtype=torch.float64)
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rlframe.checks import check, unused
 from rlframe.config import Config, ConfigError
-from rlframe.engine_checks import check_installed
+from rlframe.config.checks import check, unused
+from rlframe.config.engine_checks import check_installed
 
 ADDRESSES = ["http://a:30000", "http://b:30000"]
 
@@ -51,7 +51,7 @@ def test_addresses_are_of_no_use_to_other_engines():
 
 
 def test_a_missing_engine_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("rlframe.engine_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("rlframe.config.engine_checks.find_spec", lambda name: None)
     check_installed("torch")
     for engine in ("vllm", "sglang"):
         with pytest.raises(ConfigError, match=rf"rollout\.engine={engine} .* not installed .*rlframe\[{engine}\]"):

@@ -7,7 +7,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from session_cases import load, make_batch, spec
 from test_backbone import EXPERTS, GATED_DELTA, FinalLogits, write
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,6 +14,7 @@ from rlframe import exactness
 from rlframe.config import ConfigError
 from rlframe.exactness import examine
 from rlframe.small_copy import small_copies
+from tests.support.session_cases import load, make_batch, spec
 
 LONGROPE = {
     "rope_type": "longrope",

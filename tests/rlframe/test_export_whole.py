@@ -3,11 +3,11 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from session_cases import SHAPE, load, randomise, spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlframe.config import ConfigError
 from rlframe.session_export import export
+from tests.support.session_cases import SHAPE, load, randomise, spec
 
 DEEPSEEK = {
     "q_lora_rank": 8,

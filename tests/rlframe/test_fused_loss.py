@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from loss_cases import Case, dense_logprobs, gradient, make_case, sampled
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlframe import AlgorithmConfig, LMHead, LogProbs, LossInputs, PolicyLoss, policy_loss
 from rlframe.losses import projection
+from tests.support.loss_cases import Case, dense_logprobs, gradient, make_case, sampled
 
 REINFORCE = AlgorithmConfig()
 SEQUENCE = AlgorithmConfig(rollout_is="sequence", rollout_is_threshold=1.5, rollout_rs="seq_mean_k3", rollout_rs_threshold=0.1)

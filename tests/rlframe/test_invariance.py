@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import Case, make_case
 from torch import Tensor, nn
 
 from rlframe import AlgorithmConfig, Batch, LMHead, LogProbs, Loss, LossInputs, Metrics, PolicyLoss, ValueLoss, ValuePrediction
+from tests.support.loss_cases import Case, make_case
 
 LENGTHS = (9, 2, 14, 5, 1, 8)
 LOSSES: dict[str, Loss] = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from loss_rank_checks import PLAN
-from rank_pool import run_checks
+
+from tests.support.loss_rank_checks import PLAN
+from tests.support.rank_pool import run_checks
 
 pytestmark = pytest.mark.slow
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from loss_cases import dense_logprobs, gradient, make_case, sampled
 from torch import Tensor
 
 from rlframe import AlgorithmConfig, ConfigError, PolicyLoss
 from rlframe.losses.rules import POLICY_LOSSES
 from rlframe.losses.targets import importance_sampling, ppo
+from tests.support.loss_cases import dense_logprobs, gradient, make_case, sampled
 
 
 def dis(log_p: Tensor, log_q: Tensor, a: Tensor) -> Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from loss_cases import gradient, make_case
 
 from rlframe import AlgorithmConfig, LMHead, LogProbs, LossInputs, PolicyLoss, ValueLoss, ValuePrediction, policy_loss
-from rlframe.corrections import rejection, sequence_log_ratio
+from rlframe.losses.corrections import rejection, sequence_log_ratio
 from rlframe.value_head import ValueHead
+from tests.support.loss_cases import gradient, make_case
 
 ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_A_GPU)]

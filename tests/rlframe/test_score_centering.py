@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from loss_cases import gradient, make_case
 from torch import Tensor
 
 from rlframe import AlgorithmConfig, Batch, LogProbs, PolicyLoss, Trajectory, policy_loss
+from tests.support.loss_cases import gradient, make_case
 
 V, K, FLOOR = 40, 10, 1e-6
 Rule = Callable[[Tensor], Tensor]

@@ -12,7 +12,6 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
-from session_cases import EXPERTS, FailsOn, Policy, Value, base, load, make_batch, randomise, same, spec, state, write_models
 from transformers import AutoModelForCausalLM
 
 from rlframe.backbone import Backbone
@@ -22,6 +21,20 @@ from rlframe.losses.logprobs import LogProbs
 from rlframe.optim import learning_rate
 from rlframe.sessions import Session
 from rlframe.types import Batch
+from tests.support.session_cases import (
+    EXPERTS,
+    FailsOn,
+    Policy,
+    Value,
+    base,
+    load,
+    make_batch,
+    randomise,
+    same,
+    spec,
+    state,
+    write_models,
+)
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from rank_pool import run_checks
-from session_cases import write_models
-from session_file_checks import PLAN as FILES
-from session_rank_checks import PLAN as RANKS
+
+from tests.support.rank_pool import run_checks
+from tests.support.session_cases import write_models
+from tests.support.session_file_checks import PLAN as FILES
+from tests.support.session_rank_checks import PLAN as RANKS
 
 PLAN = [*RANKS, *FILES]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from loss_cases import make_case
 
 from examples.head_size import gradients, run
 from examples.values.common import random_backbone
 from rlframe.config import LoraConfig
 from rlframe.sessions import SessionSpec
+from tests.support.loss_cases import make_case
 
 VOCABULARY = 11
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from session_cases import SHAPE, Value, load, make_batch, spec
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlframe.config import ConfigError
 from rlframe.model_setup import blocks
 from rlframe.token_mixers import ALL_ATTENTION, token_mixers
+from tests.support.session_cases import SHAPE, Value, load, make_batch, spec
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
 DELTA_NET = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from loss_cases import Case, gradient, make_case
 from torch import Tensor, nn
 
 from rlframe import LossInputs, Metrics, ValueLoss, ValuePrediction, value_loss
+from tests.support.loss_cases import Case, gradient, make_case
 
 
 def inputs(case: Case, head: nn.Linear) -> LossInputs:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.buffer import Buffer, State
+from trainer.run.buffer import Buffer, State
 
 OTHERS = 5
 """Turns of the event loop after which a task that can go on has gone on."""

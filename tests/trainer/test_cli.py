@@ -11,21 +11,21 @@ import pytest
 
 from rlframe.config import ModelConfig
 from rlframe.models import resolve_model
-from trainer import cli
-from trainer.compose import load_yaml
+from trainer.cli import main
+from trainer.settings.compose import load_yaml
 
 UNTRAINED = "model.build.warmup_steps=0"
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
-    code = cli.main(argv)
+    code = main.main(argv)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
 def test_help_and_presets_import_nothing_heavy():
     code = (
-        "import sys; from trainer import cli; cli.main(['presets']);"
+        "import sys; from trainer.cli import main; main.main(['presets']);"
         "heavy = {'torch', 'ray', 'hydra', 'transformers', 'vllm'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -55,14 +55,14 @@ def test_a_refused_setting_is_one_line_on_stderr_and_exit_code_2(capsys, argv, s
 def test_an_unknown_option_or_command_is_refused_by_the_parser(capsys):
     for argv in (["train", "--dryrun"], ["trian"], ["presets", "sao"]):
         with pytest.raises(SystemExit) as caught:
-            cli.main(argv)
+            main.main(argv)
         assert caught.value.code == 2
 
 
 @pytest.mark.slow
 def test_a_refusal_after_a_model_was_built_is_one_line_too(tmp_path):
     """In a process of its own: what libraries print belongs to the answer."""
-    command = [sys.executable, "-m", "trainer.cli", "train", "--dry-run", UNTRAINED, "task.options={lowest: 1}"]
+    command = [sys.executable, "-m", "trainer.cli.main", "train", "--dry-run", UNTRAINED, "task.options={lowest: 1}"]
     ended = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "RLFRAME_CACHE": str(tmp_path)}, check=False
     )

@@ -11,7 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from ray_cluster import ROOT, TOKEN, ray_cluster
+
+from tests.support.ray_cluster import ROOT, TOKEN, ray_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 WORKERS = ["127.0.0.3", "127.0.0.4"]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ray_cluster import check_ray_command
 
-from trainer import cli
-from trainer.compose import compose
+from tests.support.ray_cluster import check_ray_command
+from trainer.cli import main
+from trainer.settings.compose import compose
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
@@ -44,13 +44,13 @@ def test_a_command_is_understood_by_its_program(line):
 
 def check_ours(words: list[str]) -> None:
     """Options by the parser, overrides by composing them; a job's request as ``--dry-run`` shows it."""
-    arguments, rest = cli._parser().parse_known_args(words)
+    arguments, rest = main._parser().parse_known_args(words)
     overrides = [*getattr(arguments, "overrides", []), *rest]
     assert not [word for word in overrides if word.startswith("-")]
     if words[0] == "train":
         compose(overrides)
     elif words[0] == "submit":
-        assert cli.main([*words, "--dry-run"] if "--dry-run" not in words else words) == 0
+        assert main.main([*words, "--dry-run"] if "--dry-run" not in words else words) == 0
 
 
 def test_every_command_and_every_check_is_on_the_page():

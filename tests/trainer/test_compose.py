@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import trainer.compose as compose_module
+import trainer.settings.compose as compose_module
 from rlframe.config import Config, ConfigError, eval_size
-from trainer.compose import compose, load_yaml, options, to_yaml
-from trainer.presets import configs_dir
+from trainer.settings.compose import compose, load_yaml, options, to_yaml
+from trainer.settings.presets import configs_dir
 
 
 def refusal(*overrides: str) -> str:
@@ -236,7 +236,7 @@ def test_an_installed_wheel_carries_its_configs(tmp_path):
     assert {file.suffix for file in (site / "trainer" / "page").iterdir()} == {".html", ".css", ".js"}
     (site / "configs").mkdir()  # a stranger's folder of that name beside the packages must not be taken
     code = (
-        "import rlframe; from trainer.compose import compose;"
+        "import rlframe; from trainer.settings.compose import compose;"
         "print(rlframe.__file__, compose(['algorithm=sao']).algorithm.policy_loss)"
     )
     # -P: the current directory is not on the path; PYTHONPATH comes before the editable checkout.

@@ -6,13 +6,14 @@ from copy import deepcopy
 from typing import ClassVar
 
 import pytest
-from kill_points import trained
-from local import run
 
 from rlframe.config import CheckpointConfig
-from trainer import glossary, recovery
-from trainer.checkpoints import Checkpoints
-from trainer.presets import presets
+from tests.support.kill_points import trained
+from tests.support.local_run import run
+from trainer.run import recovery
+from trainer.run.checkpoints import Checkpoints
+from trainer.settings.presets import presets
+from trainer.watch import glossary
 from workers.rollout.worker import RolloutWorker
 
 PRESETS = presets()

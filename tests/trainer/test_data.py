@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from trainer.data import PromptStream
+from trainer.run.prompts import PromptStream
 from workers.environments.base import Problem, digest
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ray_cluster import check_ray_command
 
-from trainer.compose import compose
-from trainer.redact import is_secret
+from tests.support.ray_cluster import check_ray_command
+from trainer.settings.compose import compose
+from trainer.settings.redact import is_secret
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

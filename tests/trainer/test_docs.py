@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer import cli, glossary
-from trainer.compose import compose, load_yaml, to_yaml
+from trainer.cli import main
+from trainer.settings.compose import compose, load_yaml, to_yaml
+from trainer.watch import glossary
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -87,7 +88,7 @@ def test_commands_are_commands(program, words, folder, tmp_path, capsys):
 
 def check_rlframe(words: list[str], tmp_path: Path, capsys) -> None:
     words = [word.replace("$seed", "0") for word in words]
-    arguments, rest = cli._parser().parse_known_args(words)
+    arguments, rest = main._parser().parse_known_args(words)
     assert not [word for word in rest if word.startswith("-")], f"{rest} is not an option of rlframe {words[0]}"
     overrides = [*getattr(arguments, "overrides", ()), *rest]
     if words[0] == "resume":
@@ -96,7 +97,7 @@ def check_rlframe(words: list[str], tmp_path: Path, capsys) -> None:
     elif "overrides" in arguments:
         compose(overrides)
     elif words[0] in ("presets", "settings", "metrics"):
-        assert cli.main([word for word in words if word not in ("[SECTION]", "[NAME]")]) == 0 and capsys.readouterr().out
+        assert main.main([word for word in words if word not in ("[SECTION]", "[NAME]")]) == 0 and capsys.readouterr().out
 
 
 def test_quoted_messages_are_the_programs_own():

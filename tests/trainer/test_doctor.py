@@ -4,7 +4,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from trainer import cli, doctor
+from trainer.cli import main
+from trainer.cluster import doctor
 
 GIB = 2**30
 
@@ -88,7 +89,7 @@ def test_a_variable_that_sends_runs_to_a_dashboard_is_named():
 def test_the_exit_code_says_whether_there_is_something_to_do(todo, code, monkeypatch, capsys):
     findings = [doctor.Finding("Python", "3.11.9"), doctor.Finding("disk", "full", todo)]
     monkeypatch.setattr(doctor, "check_all", lambda start, cluster: iter(findings))
-    assert cli.main(["doctor"]) == code
+    assert main.main(["doctor"]) == code
     out = capsys.readouterr().out
     assert out.startswith("ok    Python: 3.11.9\n")
     assert ("TODO  disk: full\n      -> buy a disk\n" in out) == bool(todo)

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from rlframe.config import Config, ConfigError
-from trainer.compose import compose
-from trainer.drift import REFUSED, changes
-from trainer.overrides import settings
+from trainer.run.config_changes import REFUSED, changes
+from trainer.settings.compose import compose
+from trainer.settings.overrides import settings
 
 SAVED = ["seed=1", "batch_size=16", "max_staleness=2"]
 

@@ -5,18 +5,18 @@ import json
 import numpy as np
 import pytest
 import torch
-from local import run
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from rlframe.config import ConfigError
 from rlframe.models import resolve_model
-from trainer import cli
-from trainer import run as job
-from trainer.compose import compose, to_yaml
-from trainer.export import export
-from trainer.failures import CheckpointError
+from tests.support.local_run import run
+from trainer.cli import main
+from trainer.cli.export import export
+from trainer.run import job as job
+from trainer.run.failures import CheckpointError
+from trainer.settings.compose import compose, to_yaml
 
 pytestmark = pytest.mark.slow
 STEPS, TEMPERATURE = 3, 0.8
@@ -81,7 +81,7 @@ def test_an_adapter_folder_is_the_trained_policy_in_plain_peft(finished):
 
 def test_what_cannot_be_exported_is_one_sentence(finished, tmp_path, capsys):
     _, run_dir, _ = finished
-    assert cli.main(["export", str(run_dir), "--step", "9"]) == 1
+    assert main.main(["export", str(run_dir), "--step", "9"]) == 1
     assert capsys.readouterr().err.startswith(f"rlframe: There is no checkpoint of step 9 in {run_dir}")
     with pytest.raises(ConfigError, match="is not a run directory"):
         export(str(tmp_path))
@@ -110,7 +110,7 @@ def test_resume_says_what_is_wrong_before_it_starts_anything(finished, monkeypat
 
 
 def test_other_prompts_than_those_of_the_checkpoint_are_refused():
-    from trainer.data import PromptStream
+    from trainer.run.prompts import PromptStream
     from workers.environments.base import Problem
 
     problems = [Problem(str(i), np.arange(i + 1, dtype=np.int32)) for i in range(3)]

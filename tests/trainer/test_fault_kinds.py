@@ -5,19 +5,19 @@ import re
 from pathlib import Path
 from typing import ClassVar
 
-import fault_support
 import pytest
-from local import run
 from test_controller import Deaf, numbers
 from test_recovery import save
 
 from rlframe.config import CheckpointConfig, Config
-from trainer import attempts
-from trainer.checkpoints import Checkpoints
-from trainer.failures import RunFailed, WorkerDied
-from trainer.faults import COUNTERS, TREATMENT, as_markdown
+from tests.support import faults as fault_support
+from tests.support.local_run import run
+from trainer.run import attempts
+from trainer.run.checkpoints import Checkpoints
+from trainer.run.failures import RunFailed, WorkerDied
+from trainer.run.faults import COUNTERS, TREATMENT, as_markdown
 from workers.faults import Kind
-from workers.learner import LearnerRank
+from workers.learner.rank import LearnerRank
 from workers.rollout.worker import RolloutWorker
 
 BREAKING = ["task.name=fault_support:Breaking", "max_staleness=0", "steps=2"]

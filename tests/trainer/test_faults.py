@@ -4,19 +4,19 @@ import asyncio
 import json
 import os
 
-import local
 import pytest
 import ray
-from processes import PATIENCE_S, alive, wait_for
 from ray.cluster_utils import Cluster
 from test_controller import numbers
 
-from rlframe.checks import check
-from trainer.compose import compose
-from trainer.placement import plan
-from trainer.run import make_controller, read_inputs
-from trainer.tracking import Tracker
-from workers.group import LearnerGroup
+from rlframe.config.checks import check
+from tests.support import local_run as local
+from tests.support.processes import PATIENCE_S, alive, wait_for
+from trainer.cluster.placement import plan
+from trainer.run.job import make_controller, read_inputs
+from trainer.settings.compose import compose
+from trainer.watch.tracking import Tracker
+from workers.learner.group import LearnerGroup
 from workers.pools import reserve
 from workers.rollout.group import RolloutGroup
 

@@ -8,9 +8,9 @@ import urllib.request
 import pytest
 import ray
 
-from trainer.compose import compose
-from trainer.gauges import GAUGES, endpoint
-from trainer.tracking import Tracker
+from trainer.settings.compose import compose
+from trainer.watch.gauges import GAUGES, endpoint
+from trainer.watch.tracking import Tracker
 
 
 def scrape(address: str) -> dict[str, tuple[str, float]]:

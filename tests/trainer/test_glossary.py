@@ -3,8 +3,8 @@
 import pytest
 
 from rlframe.config import ConfigError
-from trainer import glossary
-from trainer.report import SECTIONS
+from trainer.watch import glossary
+from trainer.watch.report import SECTIONS
 
 
 def test_an_exact_name_wins_over_a_pattern_and_a_pattern_stands_for_any_task():

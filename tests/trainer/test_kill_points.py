@@ -6,7 +6,8 @@ import signal
 import sys
 
 import pytest
-from kill_points import (
+
+from tests.support.kill_points import (
     IN_A_CHECKPOINT,
     IN_A_STEP,
     Point,
@@ -18,7 +19,7 @@ from kill_points import (
     trained,
     waiting,
 )
-from local import run
+from tests.support.local_run import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # also of a machine that does much else
 UNTRAINED = "model.build.warmup_steps=0"
@@ -31,7 +32,7 @@ def test_killed_in_a_step_or_a_checkpoint_a_synchronous_run_ends_with_the_same_n
     rng = random.Random(0)
     points = [Point(*rng.choice(group), nth=rng.randint(2, 3)) for group in (IN_A_STEP, IN_A_CHECKPOINT)]
     codes = [train(tmp_path / "killed", options, point) for point in points]
-    codes.append(train(tmp_path / "killed", options, Point("trainer.tracking", "Tracker.log", number=signal.SIGTERM)))
+    codes.append(train(tmp_path / "killed", options, Point("trainer.watch.tracking", "Tracker.log", number=signal.SIGTERM)))
     before = len(read_rows(tmp_path / "killed"))
     codes.append(train(tmp_path / "killed", options))
     assert codes == [-9, -9, 0, 0]

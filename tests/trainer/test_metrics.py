@@ -3,7 +3,7 @@
 import numpy as np
 
 from rlframe.types import Batch, Trajectory
-from trainer.metrics import eval_metrics, rollout_metrics, staleness_metrics
+from trainer.watch.step_metrics import eval_metrics, rollout_metrics, staleness_metrics
 
 
 def trajectory(mask, rewards, versions, finish="stop", env="a", index=0):

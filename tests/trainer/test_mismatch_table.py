@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.mismatch_table import run, where
 from rlframe.types import Batch
-from trainer.compose import compose
+from trainer.settings.compose import compose
 
 STUDY = yaml.safe_load((run.FOLDER / "study.yaml").read_text())
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from test_recovery import save
 
 from rlframe.config import CheckpointConfig
-from trainer import samples
-from trainer.checkpoints import Checkpoints
-from trainer.failures import CheckpointError
-from trainer.step_names import is_step_name
+from trainer.run.checkpoints import Checkpoints
+from trainer.run.failures import CheckpointError
+from trainer.watch import samples
+from trainer.watch.step_names import is_step_name
 
 STRANGE = [
     "step_000007_backup", "step_7", "step_000007.old", "step_000007 (copy)", "step_", "step_0000007", "step_-00007",

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlframe.checks import check
 from rlframe.config import Config, ConfigError
-from trainer.compose import compose, load_yaml, options, resumed, to_yaml
-from trainer.overrides import ALIASES, parse, unknown
-from trainer.overrides import settings as keys
-from trainer.redact import redact_text
+from rlframe.config.checks import check
+from trainer.settings.compose import compose, load_yaml, options, resumed, to_yaml
+from trainer.settings.overrides import ALIASES, parse, unknown
+from trainer.settings.overrides import settings as keys
+from trainer.settings.redact import redact_text
 
 LOOKS = [
     "2026_11_30", "1.10", "1e5", "true", "null", "0x10", "1_000", ".5", "-3", "nan", "2026-11-30", "yes", "None",

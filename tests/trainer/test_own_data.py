@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from local import run
 from transformers import AutoTokenizer
 
 from rlframe.config import ConfigError
 from rlframe.models import resolve_model
-from trainer import recovery
-from trainer.compose import compose
-from trainer.dry_run import report
-from trainer.run import read_inputs
+from tests.support.local_run import run
+from trainer.cli.dry_run import report
+from trainer.run import recovery
+from trainer.run.job import read_inputs
+from trainer.settings.compose import compose
 
 UNTRAINED = "model.build.warmup_steps=0"
 REWARD = """

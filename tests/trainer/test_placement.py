@@ -13,10 +13,10 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from rlframe.config import Config, ConfigError, LoraConfig
-from trainer import placement
-from trainer.cluster import start_ray
-from trainer.memory import estimate, lora_parameters, read_shape
-from trainer.placement import critic_names, plan
+from trainer.cluster import placement
+from trainer.cluster.memory import estimate, lora_parameters, read_shape
+from trainer.cluster.placement import critic_names, plan
+from trainer.cluster.ray_cluster import start_ray
 
 
 def job(actor: str = "lora", critic: str = "lora", **algorithm) -> Config:

@@ -5,8 +5,8 @@ import functools
 import pytest
 
 from rlframe.config import Config, ConfigError
-from trainer.compose import compose
-from trainer.presets import as_markdown, as_text, presets
+from trainer.settings.compose import compose
+from trainer.settings.presets import as_markdown, as_text, presets
 
 TIS, ICEPOP = 2.0, "0.5_5.0"
 BAND = "0.999_1.001"

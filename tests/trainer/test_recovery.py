@@ -11,9 +11,9 @@ import pytest
 from rlframe.config import CheckpointConfig
 from rlframe.files import seal
 from rlframe.types import Batch, Trajectory
-from trainer.checkpoints import Checkpoints, verify
-from trainer.failures import CheckpointError
-from trainer.recovery import read_batches, read_state, write_state
+from trainer.run.checkpoints import Checkpoints, verify
+from trainer.run.failures import CheckpointError
+from trainer.run.recovery import read_batches, read_state, write_state
 
 
 class Ranks:

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlframe.config import ConfigError
-from trainer import cli
-from trainer.compose import compose, load_yaml, resumed, to_yaml
-from trainer.drift import changes
-from trainer.overrides import settings as keys
-from trainer.redact import HIDDEN, is_secret, redact_text, secret_names, without_secrets
-from trainer.submit import Cluster, training
+from trainer.cli import main
+from trainer.cluster.submit import Cluster, training
+from trainer.run.config_changes import changes
+from trainer.settings.compose import compose, load_yaml, resumed, to_yaml
+from trainer.settings.overrides import settings as keys
+from trainer.settings.redact import HIDDEN, is_secret, redact_text, secret_names, without_secrets
 
 SECRETS = str.split(
     """secret_key auth_key WANDB_API_KEY hf_token AWS_SECRET_ACCESS_KEY private_key api_key apiKey apikey OPENAI_APIKEY
@@ -127,9 +127,9 @@ def test_a_secret_is_not_saved_and_has_to_be_given_again(tmp_path):
 
 
 def test_a_refusal_does_not_repeat_a_secret(capsys):
-    assert cli.main(["train", f"rollout.engine_args.api_key={PLANTED}", f"steps=token={PLANTED}"]) == 2
-    assert cli.main(["train", "--dry-run", "model.path=/none", f"task.optons.api_key={PLANTED}"]) == 2
-    assert cli.main(["train", f"model.path=https://me:{PLANTED}@host/model"]) == 2
+    assert main.main(["train", f"rollout.engine_args.api_key={PLANTED}", f"steps=token={PLANTED}"]) == 2
+    assert main.main(["train", "--dry-run", "model.path=/none", f"task.optons.api_key={PLANTED}"]) == 2
+    assert main.main(["train", f"model.path=https://me:{PLANTED}@host/model"]) == 2
     assert PLANTED not in "".join(capsys.readouterr())
 
 
@@ -146,7 +146,7 @@ def test_a_planted_secret_is_nowhere_in_a_run_directory_wandbs_files_or_the_repo
         f"rollout.engine_args.url=https://me:{PLANTED}@judge/v1",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    binary = [sys.executable, "-m", "trainer.cli"]
+    binary = [sys.executable, "-m", "trainer.cli.main"]
     done = subprocess.run(
         [*binary, *command], cwd=tmp_path, capture_output=True, text=True, timeout=280, env=environment, check=False
     )

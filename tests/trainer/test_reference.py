@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from rlframe.config import Config, ConfigError
-from trainer import glossary, presets, reference
-from trainer.overrides import settings as keys
+from trainer.settings import presets, reference
+from trainer.settings.overrides import settings as keys
+from trainer.watch import glossary
 
 DOCS = Path(__file__).parents[2] / "docs"
 

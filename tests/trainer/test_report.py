@@ -6,11 +6,11 @@ import re
 
 import numpy as np
 import pytest
-from browser import page
 
 from rlframe.config import ConfigError
-from trainer import report, samples
-from trainer.cli import main
+from tests.support.browser import page
+from trainer.cli.main import main
+from trainer.watch import report, samples
 
 NASTY = [
     "</script><script>window.owned = 1</script>",

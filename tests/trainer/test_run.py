@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from local import run
-from processes import PATIENCE_S, alive, descendants, named, wait_for
-from wandb_file import wandb_files
 
-from trainer import cli, glossary, recovery, samples
+from tests.support.local_run import run
+from tests.support.processes import PATIENCE_S, alive, descendants, named, wait_for
+from tests.support.wandb_file import wandb_files
+from trainer.cli import main
+from trainer.run import recovery
+from trainer.watch import glossary, samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # also of a machine that does much else
 SAMPLED = ["log.rollouts_every=2", "log.rollouts_count=4"]
@@ -152,9 +154,9 @@ def test_what_the_run_left_can_be_shown(vllm_run, tmp_path, capsys):
     first = samples.read(samples.sampled_steps(run_dir)[2])
     ratios = [x for row in first for x in row["tokens"]["ratio"] if x is not None]
     assert len(first) == 4 and len(ratios) >= 4 and all(0.5 < x < 2 for x in ratios), "one version late at most"
-    assert cli.main(["rollouts", str(run_dir), "--step", "2"]) == 0
+    assert main.main(["rollouts", str(run_dir), "--step", "2"]) == 0
     assert "advantage" in capsys.readouterr().out
-    assert cli.main(["report", str(run_dir), "-o", str(tmp_path / "page.html")]) == 0
+    assert main.main(["report", str(run_dir), "-o", str(tmp_path / "page.html")]) == 0
     assert "critic/explained_variance" in (tmp_path / "page.html").read_text()
 
 

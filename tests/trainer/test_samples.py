@@ -8,16 +8,16 @@ import unicodedata
 
 import numpy as np
 import pytest
-from local import run
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch, Trajectory
-from trainer import samples
-from trainer.rollouts_view import printable, show_rollouts
-from trainer.samples import Sample, as_rows, choose, token_pieces
+from tests.support.local_run import run
+from trainer.watch import samples
+from trainer.watch.rollouts_view import printable, show_rollouts
+from trainer.watch.samples import Sample, as_rows, choose, token_pieces
 
 TEXTS = ["The cat sat on the mat. ", " two  spaces\n\tand a tab", "naïve 日本語 🙂👩‍👩‍👧", "🙂", "a\u2028b\x85c"]
 

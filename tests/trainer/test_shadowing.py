@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from trainer import cli
+from trainer.cli import main
 from workers.process import refuse_shadowing
 
 FOREIGN = ["trainer/__init__.py", "workers/__init__.py", "rlframe/__init__.py", "workers.py", "rlframe.py", "trainer.py"]
@@ -35,7 +35,7 @@ def folder(request, tmp_path, monkeypatch):
 )
 def test_it_is_refused_with_the_file_that_is_in_the_way(folder, command, capsys, request):
     foreign = folder / request.node.callspec.params["folder"]
-    assert cli.main(command) == 2
+    assert main.main(command) == 2
     assert capsys.readouterr().err == (
         f"rlframe: {foreign} has the name of a package of rlframe, and Ray's processes would import it instead; rename it, or "
         "start from another folder.\n"
@@ -45,10 +45,10 @@ def test_it_is_refused_with_the_file_that_is_in_the_way(folder, command, capsys,
 @pytest.mark.parametrize("folder", ["trainer/__init__.py"], indirect=True)
 def test_the_folder_that_is_sent_counts_not_the_one_that_it_is_sent_from(folder, tmp_path_factory, capsys):
     other = tmp_path_factory.mktemp("other")
-    assert cli.main(["submit", "--dry-run", "run_dir=/shared/a", "--working-dir", str(other)]) == 0
-    assert cli.main(["submit", "--dry-run", "run_dir=/shared/a", "--working-dir", ""]) == 0
+    assert main.main(["submit", "--dry-run", "run_dir=/shared/a", "--working-dir", str(other)]) == 0
+    assert main.main(["submit", "--dry-run", "run_dir=/shared/a", "--working-dir", ""]) == 0
     os.chdir(other)
-    assert cli.main(["submit", "--dry-run", "run_dir=/shared/a", "--working-dir", str(folder)]) == 2
+    assert main.main(["submit", "--dry-run", "run_dir=/shared/a", "--working-dir", str(folder)]) == 2
 
 
 def test_a_folder_of_data_with_such_a_name_is_in_nobodys_way(tmp_path):

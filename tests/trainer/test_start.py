@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import PATIENCE_S, alive, descendants, wait_for
-from ray_cluster import environment, ray_cluster
+
+from tests.support.processes import PATIENCE_S, alive, descendants, wait_for
+from tests.support.ray_cluster import environment, ray_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent

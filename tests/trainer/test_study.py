@@ -48,7 +48,7 @@ def test_every_study_composes():
     """Arms are settings of `rlframe train`: a mistyped one is found here, not after the runs before it."""
     from pathlib import Path
 
-    from trainer.compose import compose
+    from trainer.settings.compose import compose
 
     files = [f for f in sorted(Path("examples").glob("*/*.yaml")) if "seeds" in yaml.safe_load(f.read_text())]
     assert len(files) >= 5

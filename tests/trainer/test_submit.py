@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from rlframe.config import Config, ConfigError
-from trainer import cli
-from trainer.compose import to_yaml
-from trainer.redact import is_secret
-from trainer.submit import Cluster, resuming, training
+from trainer.cli import main
+from trainer.cluster.submit import Cluster, resuming, training
+from trainer.settings.compose import to_yaml
+from trainer.settings.redact import is_secret
 
 RUN = "run_dir=/shared/runs/a"
 
@@ -34,7 +34,7 @@ def test_a_job_may_take_minutes_to_save_when_it_is_stopped_and_takes_no_secret_f
 def test_nothing_of_the_local_environment_is_sent(monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "fedcba9876543210")
-    assert cli.main(["submit", "--dry-run", RUN]) == 0
+    assert main.main(["submit", "--dry-run", RUN]) == 0
     shown = capsys.readouterr().out
     assert "0123456789abcdef" not in shown and "fedcba9876543210" not in shown
     assert yaml.safe_load(shown)["entrypoint"] == f"exec rlframe train {RUN}"
@@ -73,7 +73,7 @@ def test_names_that_only_sound_like_secrets_are_settings():
 )
 def test_what_cannot_work_is_refused_before_anything_is_sent(argv, sentence, monkeypatch, capsys):
     monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
-    assert cli.main(argv) == 2
+    assert main.main(argv) == 2
     assert capsys.readouterr().err.startswith(f"rlframe: {sentence}")
 
 

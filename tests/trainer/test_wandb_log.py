@@ -9,17 +9,17 @@ import sys
 import numpy as np
 import pytest
 import wandb
-from wandb_file import wandb_files
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch, Trajectory
-from trainer import wandb_log
-from trainer.compose import compose
-from trainer.redact import redact_text, without_secrets
-from trainer.run import train
-from trainer.samples import Sample
-from trainer.tracking import Tracker
-from trainer.wandb_log import id_file, wandb_mode
+from tests.support.wandb_file import wandb_files
+from trainer.run.job import train
+from trainer.settings.compose import compose
+from trainer.settings.redact import redact_text, without_secrets
+from trainer.watch import wandb_log
+from trainer.watch.samples import Sample
+from trainer.watch.tracking import Tracker
+from trainer.watch.wandb_log import id_file, wandb_mode
 
 SECRET = "hf_" + "a1B2" * 8
 
@@ -183,10 +183,10 @@ def test_a_mode_that_wandb_does_not_know_is_one_sentence():
 UNREACHABLE = """
 import sys
 from pathlib import Path
-from trainer import wandb_log
-from trainer import wandb_log
-from trainer.compose import compose
-from trainer.tracking import Tracker
+from trainer.watch import wandb_log
+from trainer.watch import wandb_log
+from trainer.settings.compose import compose
+from trainer.watch.tracking import Tracker
 wandb_log.CONNECT_S = 3.0
 run_dir = Path(sys.argv[1])
 for folder in ("logs", "rollouts"):

@@ -4,11 +4,11 @@ import asyncio
 import re
 
 import pytest
-from local import run
 
 from rlframe.config import ConfigError
-from trainer import watchdog as watchdog_module
-from trainer.watchdog import Stuck, Watchdog
+from tests.support.local_run import run
+from trainer.run import watchdog as watchdog_module
+from trainer.run.watchdog import Stuck, Watchdog
 from workers.rollout.worker import RolloutWorker
 
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from chatml import chatml_tokenizer
 
 from rlframe.config import ConfigError, TaskConfig
+from tests.support.chatml import chatml_tokenizer
 from workers.environments import make_environment
 from workers.environments.chats import Chat
 from workers.environments.rendering import render

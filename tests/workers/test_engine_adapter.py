@@ -5,7 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_support import (
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from test_engine_contract import part
+
+from rlframe.checksum import weights_checksum
+from tests.support.engines import (
     alignment_error,
     apply,
     engine_params,
@@ -17,13 +21,9 @@ from engine_support import (
     update_in_flight,
     update_of,
 )
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from test_engine_contract import part
-
-from rlframe.checksum import weights_checksum
-from workers.rollout.engine import SamplingParams
-from workers.rollout.sglang import SGLangEngine
-from workers.rollout.torch_engine import TorchEngine
+from workers.engines.protocol import SamplingParams
+from workers.engines.sglang.engine import SGLangEngine
+from workers.engines.torch.engine import TorchEngine
 
 RANK = 8
 

@@ -11,7 +11,9 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 import torch
-from engine_support import (
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from tests.support.engines import (
     MAX_MODEL_LEN,
     VOCABULARY,
     alignment_error,
@@ -27,12 +29,10 @@ from engine_support import (
     update_in_flight,
     update_of,
 )
-from rollout_support import config_of, model_folder, prompts_of
-from transformers import TopKLogitsWarper, TopPLogitsWarper
-
-from workers.rollout.engine import EngineDeadError, SamplingParams
-from workers.rollout.sglang import SGLangEngine
-from workers.rollout.vllm import VLLMEngine
+from tests.support.rollouts import config_of, model_folder, prompts_of
+from workers.engines.protocol import EngineDeadError, SamplingParams
+from workers.engines.sglang.engine import SGLangEngine
+from workers.engines.vllm.engine import VLLMEngine
 from workers.rollout.worker import RolloutWorker
 
 BASE = tiny_model()

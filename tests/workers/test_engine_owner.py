@@ -8,7 +8,7 @@ import sys
 import pytest
 
 ENGINE = (
-    "from workers.rollout.owner import end_with_owner; import time; end_with_owner(); print('up', flush=True); time.sleep(60)"
+    "from workers.engines.owner import end_with_owner; import time; end_with_owner(); print('up', flush=True); time.sleep(60)"
 )
 OWNER = f"""
 import os, subprocess, sys

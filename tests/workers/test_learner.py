@@ -8,9 +8,9 @@ from rlframe.advantages import compute_advantages
 from rlframe.config import AlgorithmConfig, ConfigError
 from rlframe.models import resolve_model
 from rlframe.types import Batch, Trajectory
-from trainer.compose import compose
-from workers import learner as learner_module
-from workers.learner import LearnerRank
+from trainer.settings.compose import compose
+from workers.learner import rank as learner_module
+from workers.learner.rank import LearnerRank
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
 from workers.environments import make_environment
 from workers.environments.prompt_file import PromptFile
-from workers.rewards import RewardPool, check_reward
+from workers.rewards.pool import RewardPool, check_reward
 
 TOKENIZER = character_tokenizer()
 needs_gym = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs the extra reasoning-gym")

@@ -9,11 +9,11 @@ import math
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chatml import chatml_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlframe.config import ConfigError, TaskConfig
+from tests.support.chatml import chatml_tokenizer
 from workers.environments import make_environment
 from workers.environments.prompt_data import read_rows
 

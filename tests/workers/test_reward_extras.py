@@ -6,20 +6,20 @@ import json
 
 import numpy as np
 import pytest
-from engine_support import save, tiny_model
 from rich.console import Console
 
 from rlframe.config import TaskConfig
 from rlframe.models.characters import character_tokenizer
 from rlframe.types import Batch, Prompt
-from trainer import samples
-from trainer.glossary import find
-from trainer.metrics import MAX_EXTRAS, eval_metrics, rollout_metrics
-from trainer.rollouts_view import show_rollouts
+from tests.support.engines import save, tiny_model
+from trainer.watch import samples
+from trainer.watch.glossary import find
+from trainer.watch.rollouts_view import show_rollouts
+from trainer.watch.step_metrics import MAX_EXTRAS, eval_metrics, rollout_metrics
+from workers.engines.protocol import SamplingParams
+from workers.engines.torch.engine import TorchEngine
 from workers.environments import make_environment
-from workers.rollout.engine import SamplingParams
 from workers.rollout.episode import run_episode
-from workers.rollout.torch_engine import TorchEngine
 
 REWARD = """
 def scored(response, row):

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlframe.checks import check
 from rlframe.config import Config, ConfigError, TaskConfig
-from workers.reward_process import HEADER, MAX_MB
-from workers.rewards import MAX_EXTRAS, RewardFailed, RewardPool, Score, check_reward, read_score
+from rlframe.config.checks import check
+from workers.rewards.pool import MAX_EXTRAS, RewardFailed, RewardPool, Score, check_reward, read_score
+from workers.rewards.process import HEADER, MAX_MB
 
 MODULE = """
 import ctypes, json, os, signal, sys, threading, time
@@ -330,7 +330,7 @@ def test_a_module_that_writes_into_the_connection_is_refused_in_one_sentence(tas
 
 def test_a_machine_without_free_processes_is_a_failure_of_the_call(task, monkeypatch):
     monkeypatch.setattr(
-        "workers.reward_process.subprocess.Popen", lambda *_, **__: (_ for _ in ()).throw(BlockingIOError(11, "x"))
+        "workers.rewards.process.subprocess.Popen", lambda *_, **__: (_ for _ in ()).throw(BlockingIOError(11, "x"))
     )
     (answer,) = ask(task, "evaluate", ("1", {}))
     assert "BlockingIOError" in answer

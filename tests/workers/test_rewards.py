@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from rlframe.config import ConfigError, TaskConfig
-from workers.rewards import RewardFailed, RewardPool, check_reward
+from workers.rewards.pool import RewardFailed, RewardPool, check_reward
 
 MODULE = """
 import asyncio, os, time
@@ -205,11 +205,11 @@ def test_strings_hash_alike_in_every_process(task, monkeypatch):
 
 ORPHANS = """
 import asyncio, os, signal, sys
-from workers import reward_process, rewards
+from workers.rewards import pool, process
 from rlframe.config import TaskConfig
-reward_process.GRACE_S = 0.5
+process.GRACE_S = 0.5
 async def main():
-    hanging, idle = (rewards.RewardPool(TaskConfig(name="jsonl", reward="user_reward:behave")) for _ in range(2))
+    hanging, idle = (pool.RewardPool(TaskConfig(name="jsonl", reward="user_reward:behave")) for _ in range(2))
     hanging.task.reward_timeout_s = 1.0
     await hanging.score("fine", {})
     print(hanging._idle[0].process.pid, flush=True)

@@ -6,16 +6,16 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from engine_support import MAX_MODEL_LEN, alignment_error, dense_logprobs, perturbed, save, tiny_model, update_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_support import OBSERVATION, STOPS, Scripted, config_of, prompts_of
 
+from tests.support.engines import MAX_MODEL_LEN, alignment_error, dense_logprobs, perturbed, save, tiny_model, update_of
+from tests.support.rollouts import OBSERVATION, STOPS, Scripted, config_of, prompts_of
+from workers.engines.protocol import SamplingParams
+from workers.engines.torch.engine import TorchEngine
 from workers.environments.base import FatalRewardError, RewardError, StepResult
 from workers.faults import EpisodeFailed, Fault, Kind
-from workers.rollout.engine import SamplingParams
 from workers.rollout.episode import run_episode, sample_turn
-from workers.rollout.torch_engine import TorchEngine
 
 BASE = tiny_model()
 PARAMS = SamplingParams(max_new_tokens=6, temperature=0.7, logprobs=5, seed=3)

@@ -4,11 +4,11 @@ import asyncio
 from collections import Counter
 
 import pytest
-from engine_support import checksum_of, perturbed, tiny_model, update_of
-from rollout_support import config_of, model_folder, prompts_of
 
+from tests.support.engines import checksum_of, perturbed, tiny_model, update_of
+from tests.support.rollouts import config_of, model_folder, prompts_of
+from workers.engines.protocol import SamplingParams
 from workers.faults import Fault, Kind
-from workers.rollout.engine import SamplingParams
 from workers.rollout.group import MAX_LOSSES, RolloutGroup
 from workers.rollout.supervision import StartFailed, WorkerLost
 from workers.rollout.worker import RolloutWorker

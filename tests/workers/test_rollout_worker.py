@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_support import alignment_error, checksum_of, perturbed, prompt_of, tiny_model, update_of
-from rollout_support import config_of, model_folder, prompts_of
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch
+from tests.support.engines import alignment_error, checksum_of, perturbed, prompt_of, tiny_model, update_of
+from tests.support.rollouts import config_of, model_folder, prompts_of
+from workers.engines.protocol import SamplingParams
 from workers.faults import Fault, Kind
-from workers.rollout.engine import SamplingParams
 from workers.rollout.worker import RolloutWorker
 
 PARAMS = SamplingParams(max_new_tokens=6, logprobs=5)

@@ -11,18 +11,18 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from engine_support import MAX_MODEL_LEN, alignment_error, apply, perturbed, prompt_of, save, tiny_model, update_of
-from rollout_support import config_of, model_folder, prompts_of
 from safetensors.torch import load_file
-from sglang_wire_server import WireServer
 from test_engine_adapter import RANK, adapted, adapter_update
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch
-from workers.rollout.engine import EngineDeadError, SamplingParams, WeightUpdate
-from workers.rollout.sglang import SGLangEngine
-from workers.rollout.sglang_weights import check_update, weights_folder
-from workers.rollout.sglang_wire import completion_of, server_flags
+from tests.support.engines import MAX_MODEL_LEN, alignment_error, apply, perturbed, prompt_of, save, tiny_model, update_of
+from tests.support.rollouts import config_of, model_folder, prompts_of
+from tests.support.sglang_wire_server import WireServer
+from workers.engines.protocol import EngineDeadError, SamplingParams, WeightUpdate
+from workers.engines.sglang.engine import SGLangEngine
+from workers.engines.sglang.weights import check_update, weights_folder
+from workers.engines.sglang.wire import completion_of, server_flags
 from workers.rollout.worker import RolloutWorker
 
 BASE = tiny_model()
@@ -90,7 +90,7 @@ def test_a_server_of_our_own_that_is_not_ready_in_time_is_ended(path):
     with pytest.raises(EngineDeadError, match="not ready within"):
         asyncio.run(SGLangEngine(path, max_model_len=MAX_MODEL_LEN, timeout_s=0.01).start())
     children = psutil.Process().children(recursive=True)
-    assert not [child for child in children if "workers.rollout.sglang_server" in child.cmdline()]
+    assert not [child for child in children if "workers.engines.sglang.server" in child.cmdline()]
 
 
 def test_a_server_that_cannot_say_what_it_serves_is_refused(path):
@@ -98,7 +98,7 @@ def test_a_server_that_cannot_say_what_it_serves_is_refused(path):
         async with connected(path, own_checksums=True):
             pass
 
-    with pytest.raises(ConfigError, match=r"python -m workers\.rollout\.sglang_server"):
+    with pytest.raises(ConfigError, match=r"python -m workers\.engines\.sglang\.server"):
         asyncio.run(start())
 
 

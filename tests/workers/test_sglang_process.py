@@ -14,9 +14,9 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
-from engine_support import MAX_MODEL_LEN, PATIENCE_S, prompt_of, save, serving, tiny_model
 
-from workers.rollout.engine import EngineDeadError, SamplingParams
+from tests.support.engines import MAX_MODEL_LEN, PATIENCE_S, prompt_of, save, serving, tiny_model
+from workers.engines.protocol import EngineDeadError, SamplingParams
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,7 +25,7 @@ pytestmark = [
 
 OWNER = """
 import asyncio, sys
-from workers.rollout.sglang import SGLangEngine
+from workers.engines.sglang.engine import SGLangEngine
 
 async def own():
     engine = SGLangEngine(sys.argv[1], max_model_len=512, timeout_s=900)

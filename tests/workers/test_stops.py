@@ -6,17 +6,17 @@ import json
 import numpy as np
 import pytest
 import torch
-from chatml import END, END_OF_TEXT, START, chatml_tokenizer
-from engine_support import save, tiny_model
 
 from rlframe.config import ConfigError, TaskConfig
 from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
+from tests.support.chatml import END, END_OF_TEXT, START, chatml_tokenizer
+from tests.support.engines import save, tiny_model
+from workers.engines.protocol import SamplingParams
+from workers.engines.torch.engine import TorchEngine
 from workers.environments import make_environment
 from workers.environments.stops import end_of_turn, response, stop_token_ids
-from workers.rollout.engine import SamplingParams
 from workers.rollout.episode import run_episode
-from workers.rollout.torch_engine import TorchEngine
 
 ENVIRONMENTS = [
     {"name": "jsonl", "train": "prompts.jsonl", "reward": "module:function"},

@@ -5,13 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from engine_support import alignment_error, prompt_of
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlframe.config import ConfigError
-from workers.rollout.engine import SamplingParams, WeightUpdate
-from workers.rollout.torch_engine import TorchEngine
+from tests.support.engines import alignment_error, prompt_of
+from workers.engines.protocol import SamplingParams, WeightUpdate
+from workers.engines.torch.engine import TorchEngine
 
 SIZES = {
     "vocab_size": 64,

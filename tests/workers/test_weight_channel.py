@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from workers.rollout.engine import WeightUpdate
-from workers.rollout.nccl import announce, receive
+from workers.engines.protocol import WeightUpdate
+from workers.engines.vllm.nccl import announce, receive
 
 ARRAYS = {"embed": np.arange(6, dtype=np.uint16).reshape(2, 3), "head": np.ones((4,), np.uint16)}
 

@@ -6,7 +6,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from engine_support import save, tiny_model
 from transformers import AutoTokenizer
 
 from rlframe.config import ConfigError, ModelConfig, TaskConfig
@@ -14,14 +13,15 @@ from rlframe.models import resolve_model
 from rlframe.models.characters import character_tokenizer
 from rlframe.models.smollm2 import PACKAGE
 from rlframe.types import Prompt
-from trainer.compose import compose
-from trainer.run import read_inputs
+from tests.support.engines import save, tiny_model
+from trainer.run.job import read_inputs
+from trainer.settings.compose import compose
+from workers.engines.protocol import SamplingParams
+from workers.engines.torch.engine import TorchEngine
 from workers.environments import make_environment
 from workers.environments.wordle import CHAT, closeness, marked, marks, read_guess
 from workers.environments.wordle_words import WORDS
-from workers.rollout.engine import SamplingParams
 from workers.rollout.episode import run_episode
-from workers.rollout.torch_engine import TorchEngine
 
 CHARACTERS = character_tokenizer()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.server.errors import UserError, not_found
 from trainer.server.store import Store
-from workers.rollout.adapters import ServedAdapter
+from workers.engines.adapters import ServedAdapter
 
 
 @dataclass

@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
 from trainer.server.errors import UserError
-from workers.rollout.adapters import PromptScores
-from workers.rollout.engine import Completion
+from workers.engines.adapters import PromptScores
+from workers.engines.protocol import Completion
 
 _NUMPY = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 

@@ -12,7 +12,7 @@ from trainer.server.errors import UserError
 from trainer.server.futures import Future
 from trainer.server.store import Checkpoint
 from trainer.server.training import base_names
-from workers.rollout.adapters import ServedAdapter
+from workers.engines.adapters import ServedAdapter
 
 if TYPE_CHECKING:
     from trainer.server.service import Service

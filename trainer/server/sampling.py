@@ -11,8 +11,8 @@ from trainer.server import protobuf, wire
 from trainer.server.clients import Sampler
 from trainer.server.data import Limits
 from trainer.server.errors import UserError
-from workers.rollout.adapters import PromptScores, ScoreRequest
-from workers.rollout.engine import Completion, SamplingParams
+from workers.engines.adapters import PromptScores, ScoreRequest
+from workers.engines.protocol import Completion, SamplingParams
 from workers.rollout.sampler import SamplerGroup
 
 MAX_SAMPLES = 1024
@@ -40,7 +40,7 @@ class Sampling:
             calls.append(self._group.score(tokens, score, sampler.adapter))
         try:
             completions, *scores = await asyncio.gather(*calls)
-        except ValueError as error:  # what engines refuse; see `workers.rollout.adapters`
+        except ValueError as error:  # what engines refuse; see `workers.engines.adapters`
             raise UserError(str(getattr(error, "cause", None) or error)) from None
         if strings:
             completions = [self._cut(completion, strings) for completion in completions]

@@ -16,11 +16,11 @@ import ray
 import uvicorn
 from transformers import AutoConfig, AutoTokenizer
 
-from rlframe.checks import check
 from rlframe.config import Config, ConfigError
+from rlframe.config.checks import check
 from rlframe.models import resolve_model
-from trainer.cluster import reserve_pools, start_ray
-from trainer.placement import plan
+from trainer.cluster.placement import plan
+from trainer.cluster.ray_cluster import reserve_pools, start_ray
 from trainer.server.app import make_app
 from trainer.server.auth import read_keys
 from trainer.server.data import Limits
@@ -28,8 +28,8 @@ from trainer.server.sampling import Sampling
 from trainer.server.service import Service
 from trainer.server.store import Store
 from trainer.server.training import Training
+from workers.learner.session_rank import SessionGroup
 from workers.rollout.sampler import SamplerGroup
-from workers.session_rank import SessionGroup
 
 GRACE_S = 5
 """How long clients that wait for an answer may hold up the end."""

@@ -22,7 +22,7 @@ from trainer.server.sampling import Sampling
 from trainer.server.scheduler import Call, Scheduler
 from trainer.server.store import EPHEMERAL, EPHEMERAL_KEPT, Checkpoint, ModelInfo, Store
 from trainer.server.training import Model, Training, base_names
-from workers.rollout.adapters import ServedAdapter
+from workers.engines.adapters import ServedAdapter
 from workers.rollout.sampler import SamplerGroup
 
 logger = logging.getLogger("rlframe.server")

@@ -23,7 +23,7 @@ from trainer.server.errors import UserError, not_found
 from trainer.server.protobuf import PassRequest
 from trainer.server.scheduler import Line
 from trainer.server.store import Checkpoint, ModelInfo, Store
-from workers.session_rank import SessionGroup
+from workers.learner.session_rank import SessionGroup
 
 logger = logging.getLogger("rlframe.server")
 

@@ -1,7 +1,7 @@
 """The user's own prompts from a jsonl or parquet file, rewarded by the user's own function: one turn an episode.
 
 The driver reads and checks the file (`PromptFile.train_prompts`); rollout workers get rows with their prompts and need no
-file. Rewards run in processes of their own (`workers.rewards`).
+file. Rewards run in processes of their own (`workers.rewards.pool`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.environments.options import read_options
 from workers.environments.prompt_data import column, place, printable, read_rows
 from workers.environments.rendering import render
 from workers.environments.stops import response, stop_token_ids
-from workers.rewards import RewardFailed, RewardPool, check_reward
+from workers.rewards.pool import RewardFailed, RewardPool, check_reward
 
 EXCERPT = 80
 

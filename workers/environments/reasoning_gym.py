@@ -1,6 +1,6 @@
 """Problems of reasoning-gym by the name of a data set: one turn, scored by the data set itself in a reward process.
 
-The extra is called ``reasoning-gym``; the library is never imported here (`workers.reasoning_problems` says why).
+The extra is called ``reasoning-gym``; the library is never imported here (`workers.environments.reasoning_problems` says why).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from rlframe.config import ConfigError, TaskConfig
@@ -19,9 +20,9 @@ from workers.environments.base import Problem, digest
 from workers.environments.options import read_options
 from workers.environments.prompt_file import PromptFile, Question
 from workers.environments.rendering import render
-from workers.reward_process import CHILD, ENVIRONMENT
+from workers.rewards.process import ENVIRONMENT
 
-SCRIPT = CHILD.with_name("reasoning_problems.py")
+SCRIPT = Path(__file__).with_name("reasoning_problems.py")
 SEED = 20260
 """Seed of the problems where ``config`` gives none; which problems there are does not depend on the run's seed."""
 
@@ -50,7 +51,7 @@ class ReasoningGym(PromptFile):
         self.options = read_options(ReasoningGymOptions, task.options, task.name)
         if not self.options.dataset:
             raise ConfigError("task.options.dataset is not set and task=reasoning_gym needs it, such as dataset=chain_sum.")
-        scored = replace(task, reward="workers.reasoning_problems:score", prompt_key="question", options={})
+        scored = replace(task, reward="workers.environments.reasoning_problems:score", prompt_key="question", options={})
         super().__init__(scored, tokenizer, seed=seed, eval_size=eval_size)
 
     @cached_property

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from rlframe.types import Finish, Prompt, Trajectory
+from workers.engines.protocol import Completion, Engine, SamplingParams
 from workers.environments.base import Environment, FatalRewardError, RewardError, StepResult
 from workers.faults import EpisodeFailed, Fault, Kind, blame
-from workers.rollout.engine import Completion, Engine, SamplingParams
 
 
 def derive_seed(*parts: int) -> int:

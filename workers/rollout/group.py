@@ -20,8 +20,8 @@ import ray
 
 from rlframe.config import Config
 from rlframe.types import Batch, Prompt
+from workers.engines.protocol import Completion, SamplingParams
 from workers.pools import Pool
-from workers.rollout.engine import Completion, SamplingParams
 from workers.rollout.supervision import Supervised, WorkerLost
 from workers.rollout.worker import COUNTERS, Collected, Evaluation, RolloutProcess
 

@@ -14,10 +14,10 @@ import numpy as np
 import ray
 
 from rlframe.config import Config, ConfigError
+from workers.engines.adapters import AdapterEngine, PromptScores, ScoreRequest, ServedAdapter
+from workers.engines.protocol import Completion, SamplingParams
 from workers.pools import Pool
 from workers.process import redirect_output
-from workers.rollout.adapters import AdapterEngine, PromptScores, ScoreRequest, ServedAdapter
-from workers.rollout.engine import Completion, SamplingParams
 from workers.rollout.episode import derive_seed
 
 
@@ -37,12 +37,12 @@ def make_adapter_engine(config: Config, model_path: str, index: int) -> AdapterE
     if rollout.engine == "torch":
         import torch
 
-        from workers.rollout.torch_adapters import TorchAdapterEngine
+        from workers.engines.torch.adapters import TorchAdapterEngine
 
         torch.set_num_threads(threads)
         return TorchAdapterEngine(model_path, device="cuda" if rollout.gpus else "cpu", **common)
     if rollout.engine == "vllm":
-        from workers.rollout.vllm_adapters import VLLMAdapterEngine
+        from workers.engines.vllm.adapters import VLLMAdapterEngine
 
         return VLLMAdapterEngine(
             model_path,

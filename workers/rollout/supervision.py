@@ -18,8 +18,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlframe.config import Config
 from rlframe.types import Prompt
+from workers.engines.protocol import EngineDeadError
 from workers.faults import Kind, describe
-from workers.rollout.engine import EngineDeadError
 
 CLOSE_S = 10.0
 """How long a worker may take to end by itself."""

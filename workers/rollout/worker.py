@@ -19,12 +19,12 @@ import numpy as np
 
 from rlframe.config import Config, ConfigError, eval_size
 from rlframe.types import Batch, Prompt, Trajectory
+from workers.engines.protocol import Completion, Engine, EngineDeadError, SamplingParams, WeightUpdate
+from workers.engines.vllm import nccl
 from workers.environments import make_environment
 from workers.environments.base import Environment
 from workers.faults import EpisodeFailed, Fault, Kind, describe
 from workers.process import find_modules_in, redirect_output
-from workers.rollout import nccl
-from workers.rollout.engine import Completion, Engine, EngineDeadError, SamplingParams, WeightUpdate
 from workers.rollout.episode import derive_seed, run_episode
 
 PROBE_TOKENS = 8
@@ -86,7 +86,7 @@ def make_engine(config: Config, model_path: str, index: int) -> Engine:
     if rollout.engine == "torch":
         import torch
 
-        from workers.rollout.torch_engine import TorchEngine
+        from workers.engines.torch.engine import TorchEngine
 
         torch.set_num_threads(threads)
         return TorchEngine(
@@ -97,7 +97,7 @@ def make_engine(config: Config, model_path: str, index: int) -> Engine:
             trust_remote_code=config.model.trust_remote_code,
         )
     if rollout.engine == "vllm":
-        from workers.rollout.vllm import VLLMEngine
+        from workers.engines.vllm.engine import VLLMEngine
 
         return VLLMEngine(
             model_path,
@@ -114,7 +114,7 @@ def make_engine(config: Config, model_path: str, index: int) -> Engine:
             engine_args=rollout.engine_args,
         )
     if rollout.engine == "sglang":
-        from workers.rollout.sglang import SGLangEngine
+        from workers.engines.sglang.engine import SGLangEngine
 
         return SGLangEngine(
             model_path,

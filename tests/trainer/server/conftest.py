@@ -6,7 +6,8 @@ import os
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import pytest
-from local_server import LocalServer
+
+from tests.support.local_server import LocalServer
 
 
 @pytest.fixture(scope="session")

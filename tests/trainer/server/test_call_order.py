@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from data_cases import ADAM, datum, parameters, supervised_data
-from raw import Wire
 from tinker import RequestFailedError
 
+from tests.support.raw_client import Wire
+from tests.support.server_data import ADAM, datum, parameters, supervised_data
 from trainer.server.errors import UserError
 from trainer.server.futures import Futures
 

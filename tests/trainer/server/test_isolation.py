@@ -3,12 +3,12 @@
 import pytest
 import tinker
 import torch
-from data_cases import ADAM, parameters, supervised_data
-from local_server import ALICE, BOB, LocalServer
-from raw import Wire
 from tinker import types
 
 from rlframe.config import ConfigError
+from tests.support.local_server import ALICE, BOB, LocalServer
+from tests.support.raw_client import Wire
+from tests.support.server_data import ADAM, parameters, supervised_data
 from trainer.server import paths
 from trainer.server.auth import Keys, read_keys
 from trainer.server.errors import UserError

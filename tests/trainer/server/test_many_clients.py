@@ -3,9 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from data_cases import ADAM, parameters, policy_data, supervised_data
-from local_server import ALICE, BOB
 from tinker import types
+
+from tests.support.local_server import ALICE, BOB
+from tests.support.server_data import ADAM, parameters, policy_data, supervised_data
 
 CLIENTS, STEPS = 8, 2
 

@@ -8,17 +8,17 @@ import socket
 import numpy as np
 import pytest
 import tinker
-from data_cases import ADAM, VOCAB, datum, policy_data, supervised_data
-from local_server import ALICE
-from raw import Wire
 from tinker import RequestFailedError, types
 from tinker.types import RequestErrorCategory
 
 from rlframe.config import ConfigError, ModelConfig
 from rlframe.models import resolve_model
-from trainer.compose import compose
+from tests.support.local_server import ALICE
+from tests.support.raw_client import Wire
+from tests.support.server_data import ADAM, VOCAB, datum, policy_data, supervised_data
 from trainer.server.errors import explain
 from trainer.server.serve import Base, serve
+from trainer.settings.compose import compose
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from data_cases import ADAM, VOCAB, exported, supervised_data
-from reference import Reference
 from tinker import RequestFailedError, types
 from transformers import AutoModelForCausalLM
+
+from tests.support.server_data import ADAM, VOCAB, exported, supervised_data
+from tests.support.server_reference import Reference
 
 PROMPT = [5, 9, 3, 12, 7]
 

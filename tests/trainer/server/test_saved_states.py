@@ -3,9 +3,10 @@
 import pytest
 import tinker
 import torch
-from data_cases import ADAM, exported, factors, parameters, supervised_data
-from reference import Reference
 from tinker import RequestFailedError
+
+from tests.support.server_data import ADAM, exported, factors, parameters, supervised_data
+from tests.support.server_reference import Reference
 
 
 def new_model(client, **options):

@@ -8,10 +8,10 @@ import sys
 import pytest
 import tinker
 import torch
-from data_cases import ADAM, supervised_data
-from reference import Reference
 from tinker import types
 
+from tests.support.server_data import ADAM, supervised_data
+from tests.support.server_reference import Reference
 from trainer.server import paths
 from trainer.server.store import Store
 
@@ -22,7 +22,7 @@ PROMPT = [5, 9, 3, 12, 7]
 def served(tmp_path_factory):
     """(folder, url, key, process) of a running server."""
     folder = tmp_path_factory.mktemp("serve")
-    command = [sys.executable, "-m", "trainer.cli", "serve", f"run_dir={folder}", "server.port=0", "actor.ranks=2"]
+    command = [sys.executable, "-m", "trainer.cli.main", "serve", f"run_dir={folder}", "server.port=0", "actor.ranks=2"]
     command += ["rollout=vllm", "server.max_rank=8", "server.max_loras=2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "RAY_ADDRESS": ""})
     url = None

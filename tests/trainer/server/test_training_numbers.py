@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from data_cases import ADAM, datum, exported, factors, parameters, policy_data, supervised_data, without
-from reference import LOSSES, Reference
 from tinker import types
+
+from tests.support.server_data import ADAM, datum, exported, factors, parameters, policy_data, supervised_data, without
+from tests.support.server_reference import LOSSES, Reference
 
 CONFIGS = [(name, None) for name in LOSSES] + [
     ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.01}),

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from data_cases import ADAM, exported, factors, parameters, policy_data, supervised_data
-from local_server import LocalServer
-from reference import Reference
 from tinker import types
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlframe.config import ModelConfig
 from rlframe.models import resolve_model
+from tests.support.local_server import LocalServer
+from tests.support.server_data import ADAM, exported, factors, parameters, policy_data, supervised_data
+from tests.support.server_reference import Reference
 
 
 @pytest.fixture(scope="module")

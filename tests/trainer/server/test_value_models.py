@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from data_cases import ADAM, VOCAB, datum, exported, parameters, policy_data
-from reference import Reference
 from safetensors.torch import load_file
 from tinker import RequestFailedError
 
+from tests.support.server_data import ADAM, VOCAB, datum, exported, parameters, policy_data
+from tests.support.server_reference import Reference
 from trainer.server import paths
 
 

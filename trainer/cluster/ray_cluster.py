@@ -1,0 +1,136 @@
+"""Which Ray cluster a job runs on: a head of its own on this machine, or one that it joins. Joining, looking, reserving.
+
+What a job asks for is in `trainer.cluster.placement`, how it is sent to a cluster from outside in `trainer.cluster.submit`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import AuthenticationError
+
+from rlframe.config import Config, ConfigError
+from trainer.cluster.placement import Placement
+from workers.pools import Pool, reserve
+
+HEAD_STARTS = 3
+"""How often a local head is started before giving up."""
+CONNECT_S = 10.0
+"""How long a head may take to accept a connection."""
+
+
+def start_ray(placement: Placement) -> None:
+    """Join the cluster of ``placement.address``, or start a local head (its CPUs are logical: as many as the job asks for).
+
+    Raises:
+        ConfigError: no cluster answers there, or it refuses us.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves engine and learner beside anything else that runs
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "configure_logging": True}
+    address = placement.address
+    if address is None:
+        local = max(placement.cpus, os.cpu_count() or 1)
+        _start_head(dict(num_cpus=math.ceil(local), include_dashboard=False, **common))
+        return
+    _knock(address)
+    try:
+        ray.init(address=address, **common)
+    except AuthenticationError:
+        raise ConfigError(
+            f"The cluster at {address} wants a token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
+        ) from None
+    except ConnectionError as error:
+        raise ConfigError(_unreachable(address, str(error).splitlines()[0])) from None
+
+
+def _start_head(options: dict[str, Any]) -> None:
+    """Ray gives its own processes 30 s to find each other, which a busy machine may exceed: then they are started again."""
+    for left in reversed(range(HEAD_STARTS)):
+        try:
+            ray.init(address="local", **options)
+            return
+        except Exception as error:
+            if "timed out during startup" not in str(error) or not left:
+                raise
+            ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Fail at once where nothing listens; Ray itself would try for a long time."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(_unreachable(address, str(error))) from None
+
+
+def _unreachable(address: str, reason: str) -> str:
+    return (
+        f"No Ray cluster answers at {address} ({reason}); start one with `ray start --head`, or leave out cluster.address "
+        "and RAY_ADDRESS to train on this machine alone."
+    )
+
+
+def node_resources() -> dict[str, dict[str, float]]:
+    """What each living node of the cluster has in all, by the node's address and the start of its id."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node["Resources"] for node in nodes}
+
+
+def reserve_pools(placement: Placement, timeout_s: float, say: Callable[[str], None]) -> dict[str, Pool]:
+    """Compare the request with the cluster, then reserve it.
+
+    Args:
+        placement: what the job asks for.
+        timeout_s: longest time to wait while other jobs hold what is asked for.
+        say: shows a line to the user.
+
+    Returns:
+        Pools by name of the group.
+
+    Raises:
+        ConfigError: the cluster is too small, or what is asked for did not become free in time.
+    """
+    placement.check_cluster(node_resources())
+
+    def on_wait() -> None:
+        say(f"waiting for the cluster: {placement.asked()}, but {_free()}")
+
+    pools = reserve(list(placement.groups), timeout_s, on_wait)
+    if pools is None:
+        raise ConfigError(
+            f"The job asks for {placement.asked()}, which the cluster has, but {_free()}; "
+            "stop another job or ask for less (waited cluster.startup_timeout_s)."
+        )
+    return pools
+
+
+def _free() -> str:
+    free = ray.available_resources()
+    return f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
+
+
+def refuse_lost_run_dir(config: Config) -> None:
+    """A relative run directory inside a job would lie in the copy of the working directory that Ray deletes.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if "_ray_pkg_" in os.path.abspath(config.run_dir):
+        raise ConfigError(lost_run_dir(config.run_dir))
+
+
+def lost_run_dir(run_dir: str) -> str:
+    """The sentence that refuses a relative run directory of a job."""
+    return (
+        f"run_dir={run_dir} would lie in the copy of the working directory, which Ray deletes after the job; "
+        "give an absolute path that all nodes share, such as run_dir=/shared/runs/NAME."
+    )

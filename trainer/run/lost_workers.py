@@ -1,0 +1,55 @@
+"""What the controller does when a rollout worker is lost: the others get its prompts, and it comes back under verified weights.
+
+When a worker counts as lost, and how another actor takes its place, is in `workers.rollout.supervision`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.run.failures import RunFailed
+from workers.faults import Fault
+from workers.rollout.supervision import WorkerLost
+
+if TYPE_CHECKING:
+    from trainer.run.controller import Controller
+
+
+async def bring_back(run: Controller, worker: int, loss: WorkerLost) -> bool:
+    """Re-issue the prompts of a lost worker, start it again, and let prompts go to it when it serves the current weights.
+
+    Args:
+        run: the run.
+        worker: number of the worker.
+        loss: why it is lost.
+
+    Returns:
+        False if the run continues without it. Otherwise it is back; if it is lost again meanwhile, `collect` says so.
+
+    Raises:
+        RunFailed: no worker is left, or the new one does not serve the weights that were sent.
+    """
+    place = run.rollouts.workers[worker]
+    reissued, given_up = await run.rollouts.reissue(worker)
+    rollouts = run.config.algorithm.rollouts_per_prompt
+    run.faults.counts["reissued"] += reissued * rollouts
+    for slot in given_up:
+        reason = f"every worker that had it was lost, most recently because: {loss}"
+        run.drop(slot, [Fault(loss.kind, reason)] * rollouts)
+    while place.restarts_left:
+        run.tracker.say(f"{loss} It is started again; {reissued} prompts are sent again.")
+        run.faults.counts["worker_restarts"] += 1
+        run.waits(f"collect_{worker}", "its worker to start again")
+        try:
+            await place.restart()
+            async with run.policy:
+                await run.sync_weights([worker])
+            return True
+        except WorkerLost as again:
+            loss = again
+    place.gone = True
+    limit = f"rollout.max_restarts={run.config.rollout.max_restarts}"
+    if all(other.gone for other in run.rollouts.workers):
+        raise RunFailed(f"No rollout worker is left, each having used up {limit}. {loss}")
+    run.tracker.say(f"{loss} It has used up {limit}; the run continues without it.")
+    return False
