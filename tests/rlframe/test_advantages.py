@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rlframe.advantages.estimators as advantages
 from rlframe import (
     AlgorithmConfig,
     Batch,
@@ -17,7 +18,6 @@ from rlframe import (
     RunningMean,
     Trajectory,
     adaptive_lambda,
-    advantages,
     compute_advantages,
     group_advantages,
     skip_observation_gae,

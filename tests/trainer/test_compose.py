@@ -233,7 +233,7 @@ def test_an_installed_wheel_carries_its_configs(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    assert {file.suffix for file in (site / "trainer" / "page").iterdir()} == {".html", ".css", ".js"}
+    assert {file.suffix for file in (site / "trainer" / "watch" / "page").iterdir()} == {".html", ".css", ".js"}
     (site / "configs").mkdir()  # a stranger's folder of that name beside the packages must not be taken
     code = (
         "import rlframe; from trainer.settings.compose import compose;"

@@ -27,7 +27,7 @@ OPTIONS = [
     "rollout.workers=2",
     "rollout.timeout_s=8",
     "rollout.max_restarts=50",
-    "task.name=fault_support:Faulty",
+    "task.name=tests.support.faults:Faulty",
     "log.rollouts_every=1",
 ]
 

@@ -182,10 +182,9 @@ def test_a_file_may_move_but_not_change(user_folder):
 def test_a_dry_run_says_what_is_held_out(user_folder):
     (user_folder / "held_out.jsonl").write_text("".join(f'{{"prompt": "{a}", "answer": ""}}\n' for a in range(300)))
     small = ["rollout=torch", *task()]
-    assert "8 held-out problems, 22 to train on\nEvaluations use 8 of the 30 rows of task.train=" in report(
-        compose([*small, "eval.size=8"])
-    )
-    assert "300 held-out problems, 30 to train on\n\n" in report(compose([*small, "task.eval=held_out.jsonl"]))
+    said = report(compose([*small, "eval.size=8"]))
+    assert "8 held-out problems, 22 to train on\n" in said and "\nEvaluations use 8 of the 30 rows of task.train=" in said
+    assert "300 held-out problems, 30 to train on\n" in report(compose([*small, "task.eval=held_out.jsonl"]))
     said = report(compose([*small, "task.eval=held_out.jsonl", "eval.size=256"]))
     assert "Evaluations use 256 of the 300 rows of task.eval=held_out.jsonl (eval.size=256): a random sample" in said
 

@@ -13,7 +13,7 @@ from tests.support.processes import PATIENCE_S, alive, descendants, wait_for
 from tests.support.ray_cluster import environment, ray_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 HOLDER = """
 import sys, time, ray
 ray.init(address=sys.argv[1], log_to_driver=False)
@@ -25,13 +25,13 @@ time.sleep(3600)
 
 @contextmanager
 def driver(run_dir, *overrides, **variables):
-    """``rlframe train`` in the folder of these tests, with its console in a file beside ``run_dir``."""
+    """``rlframe train`` in the root of the repository, with its console in a file beside ``run_dir``."""
     command = [str(Path(sys.executable).parent / "rlframe"), "train", f"run_dir={run_dir}", "rollout=torch"]
     command += ["eval.size=8", "log.wandb=disabled", *overrides]
     with run_dir.with_suffix(".console").open("w") as console:
         process = subprocess.Popen(
             command,
-            cwd=HERE,
+            cwd=ROOT,
             stdout=console,
             stderr=subprocess.STDOUT,
             env={**environment(), **variables},
@@ -78,7 +78,7 @@ def test_a_signal_ends_a_run_that_waits_for_the_cluster(tmp_path):
 
 def test_a_signal_ends_a_run_whose_engines_start(tmp_path):
     run_dir, mark = tmp_path / "run", tmp_path / "starting"
-    with driver(run_dir, "task.name=fault_support:HangsAtStart", f"task.options.mark={mark}") as process:
+    with driver(run_dir, "task.name=tests.support.faults:HangsAtStart", f"task.options.mark={mark}") as process:
         wait_for(lambda: mark.exists() or process.poll() is not None)
         assert ended_by(process, signal.SIGTERM) == 130, console(run_dir)
     assert "Traceback" not in console(run_dir) and not (run_dir / "config.yaml").exists()
@@ -86,7 +86,7 @@ def test_a_signal_ends_a_run_whose_engines_start(tmp_path):
 
 def test_a_worker_that_cannot_start_says_why_once_and_where_its_log_is(tmp_path):
     run_dir = tmp_path / "run"
-    with driver(run_dir, "task.name=fault_support:BreaksAtStart") as process:
+    with driver(run_dir, "task.name=tests.support.faults:BreaksAtStart") as process:
         assert process.wait(timeout=PATIENCE_S) == 1, console(run_dir)
     log = run_dir / "logs" / "rollout_0.log"
     said = (
@@ -94,5 +94,5 @@ def test_a_worker_that_cannot_start_says_why_once_and_where_its_log_is(tmp_path)
     )
     assert said in console(run_dir)
     assert "Starting again" not in console(run_dir) and "Traceback" not in console(run_dir)
-    assert "Traceback" in log.read_text() and "fault_support.py" in log.read_text()
+    assert "Traceback" in log.read_text() and "faults.py" in log.read_text()
     assert not (run_dir / "config.yaml").exists(), "the next try in this folder is another run"

@@ -84,8 +84,8 @@ def test_a_time_limit_of_the_watchdog_inside_of_which_no_episode_may_end_is_refu
 
 @pytest.mark.slow
 def test_rewards_that_never_return_cost_their_prompts_and_are_counted(tmp_path):
-    with pytest.raises(ExceptionGroup, match="") as failure:
-        run(tmp_path, "task.name=fault_support:Hanging", "rollout.timeout_s=1", "max_staleness=0")
+    with pytest.raises(ExceptionGroup) as failure:
+        run(tmp_path, "task.name=tests.support.faults:Hanging", "rollout.timeout_s=1", "max_staleness=0")
     reason = "8 rollouts in a row failed, the last one because: the episode took longer than rollout.timeout_s=1"
     assert reason in str(failure.value.exceptions[0])
 

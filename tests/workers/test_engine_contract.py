@@ -296,7 +296,7 @@ def test_an_engine_that_hangs_or_dies_raises_in_its_callers(served, tmp_path):
         return fault
 
     begin = time.monotonic()
-    assert "died" in run(die_with_episodes())
+    assert "died" in run(die_with_episodes()).reason
     for call in (engine.health, engine.pause, lambda: engine.generate(prompt_of(3), SamplingParams(max_new_tokens=1))):
         with pytest.raises(EngineDeadError):
             run(call())
