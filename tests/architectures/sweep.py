@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +124,10 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def _version(module: str) -> str:
+    """Of the distribution that ships ``module``; vLLM's build for CPUs has another name."""
+    found = packages_distributions().get(module)
+    return version(found[0]) if found else "not installed"
 
 
 def _registry() -> set[str]:
