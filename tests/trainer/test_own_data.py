@@ -255,6 +255,8 @@ def test_an_end_of_sequence_that_the_model_cannot_write_is_refused(user_folder, 
     tokenizer.eos_token = token
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    model = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(model | {"eos_token_id": None}))
     with pytest.raises(ConfigError, match=rf"The stop token {size} .* beyond the model's vocabulary of {size}"):
         read_inputs(
             compose(
@@ -263,6 +265,7 @@ def test_an_end_of_sequence_that_the_model_cannot_write_is_refused(user_folder, 
                     "task.options.problems=9",
                     "model=local",
                     f"model.path={folder}",
+                    "rollout.max_model_len=256",
                     "rollout=torch",
                     "eval.size=8",
                 ]

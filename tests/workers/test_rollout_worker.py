@@ -91,19 +91,24 @@ def test_failing_and_hanging_episodes_are_reported_and_leave_the_others_alone(pa
     assert failures[2] == [Fault(Kind.TIMEOUT, "the episode took longer than rollout.timeout_s=3")]
 
 
-def test_an_observation_beyond_the_vocabulary_ends_the_run_with_a_sentence_and_leaves_the_engine_alone(path):
+def test_an_observation_beyond_the_vocabulary_is_rejected_and_leaves_the_engine_alone(path):
     prompts = prompts_of(2)
     prompts[1].payload["fault"] = "tokens"
 
     async def use(worker):
         await worker.submit(prompts, [0, 1], 1, PARAMS)
-        while (collected := await worker.collect(5.0)).fatal is None:
-            pass
+        done, failed = [], []
+        while len(done) + len(failed) < 2:
+            collected = await worker.collect(5.0)
+            assert collected.fatal is None and collected.engine_fault is None
+            done += collected.slots
+            failed += collected.failures
         await worker.health()
-        return collected
+        return done, failed
 
-    collected = with_worker(path, use)
-    assert collected.engine_fault is None and "the token 1000000, but the model's vocabulary has 64" in collected.fatal
+    done, [(slot, [fault])] = with_worker(path, use)
+    assert done == [0] and slot == 1
+    assert fault.kind is Kind.REJECTED and "the token 1000000, but the ids of the model's vocabulary end at 63" in fault.reason
 
 
 def test_an_engine_that_hangs_is_told_from_an_episode_that_is_slow(path):
