@@ -2,6 +2,7 @@
 # make test         install what tests need and run them
 # make install-gpu  what training needs on NVIDIA GPUs: vLLM for CUDA, which chooses its own torch
 # make test-clusters   the tests that start several Ray nodes, and take some of them away
+# make test-architectures   try every architecture of transformers tiny, and write docs/models.md; ten minutes
 # make check        lint, formatting, types, import contract and all tests
 # make docs         write docs/settings.md, docs/presets.md and docs/metrics.md from what they describe
 # make docs-site    build the documentation into build/site, in an environment of its own; broken links are errors
@@ -49,7 +50,7 @@ install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
 # Engines pin packages against each other: SGLang gets an environment of its own.
 WITH_SGLANG := $(MAKE) VENV=.venv-sglang REQUIREMENTS=requirements/sglang-cpu.txt
 
-.PHONY: quickstart install install-gpu install-dev install-sglang test test-clusters test-fast test-sglang run-sglang-tests check lint format docs docs-site \
+.PHONY: quickstart install install-gpu install-dev install-sglang test test-clusters test-fast test-architectures test-sglang run-sglang-tests check lint format docs docs-site \
   evidence-quick smollm2 clean
 
 quickstart: $(RUNTIME)
@@ -71,6 +72,9 @@ test-clusters: $(DEV)
 
 test-fast: $(DEV)
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL)
+
+test-architectures: $(DEV)
+	$(BIN)/python tests/architectures/sweep.py
 
 install-sglang:
 	$(WITH_SGLANG) install

@@ -34,8 +34,8 @@ def unfit(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, 
         model: any instance, on any device; only its class and configuration are used.
         layers: path -> linear layer (or what derives from one) of it.
     """
-    cls: Any = type(model)
-    run = _run_by_text(cls, _Key(json.dumps(model.config.to_dict(), sort_keys=True, default=str), model.config))
+    key = json.dumps([type(model).__qualname__, model.config.to_dict()], sort_keys=True, default=str)
+    run = _run_by_text(_Key(key, type(model), model.config))
     found = {}
     for path, layer in layers.items():
         if not is_linear(layer):
@@ -57,12 +57,13 @@ def is_linear(module: nn.Module) -> bool:
         return True
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     outline = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in held.items()}
-    wide, narrow = module.weight.shape  # type: ignore[misc]
+    weight = outline["weight"]
+    wide, narrow = weight.shape
     if isinstance(module, Conv1D):
         wide, narrow = narrow, wide
     rows = 7  # no number of groups or experts that a layer might divide by
     try:
-        out = functional_call(module, outline, (torch.empty(rows, narrow, dtype=held["weight"].dtype, device="meta"),))
+        out = functional_call(module, outline, (torch.empty(rows, narrow, dtype=weight.dtype, device="meta"),))
     except Exception:
         return False
     return isinstance(out, Tensor) and out.shape == (rows, wide)
@@ -82,10 +83,10 @@ def _kind(path: str) -> str:
 
 
 class _Key:
-    """A configuration that can be a key of a cache."""
+    """A model's class and configuration, as the key of a cache."""
 
-    def __init__(self, text: str, config: Any) -> None:
-        self.text, self.config = text, config
+    def __init__(self, text: str, kind: Any, config: Any) -> None:
+        self.text, self.kind, self.config = text, kind, config
 
     def __hash__(self) -> int:
         return hash(self.text)
@@ -95,16 +96,16 @@ class _Key:
 
 
 @functools.lru_cache(maxsize=64)
-def _run_by_text(kind: type[PreTrainedModel], key: _Key) -> frozenset[str] | None:
+def _run_by_text(key: _Key) -> frozenset[str] | None:
     """Kinds of the linear layers whose ``forward`` a pass over tokens calls, from a small copy; None where none can be run."""
     for _, config in small_copies(key.config):
         try:
             with torch.device("meta"):
-                outline = kind._from_config(config, attn_implementation="eager")
+                outline = key.kind._from_config(config, attn_implementation="eager")
             if sum(parameter.numel() for parameter in outline.parameters()) <= _MOST_PARAMETERS:
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(0)
-                    return _called(kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval())
+                    return _called(key.kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval())
         except Exception:  # architectures fail in their own ways; the next copy may run
             continue
     return None

@@ -219,7 +219,10 @@ def examine(kind: str) -> dict[str, Any]:
         try:
             backbone = Backbone.load(str(folder), mesh=None, device=torch.device("cpu"))
         except Exception as error:
-            return row | {"refused": sentence(error), "refused_cleanly": isinstance(error, ConfigError)}
+            return row | {
+                "refused": sentence(error).replace(str(folder), "its folder"),
+                "refused_cleanly": isinstance(error, ConfigError),
+            }
         row["packs"], row["kernel"] = backbone.packs, backbone.model.config._attn_implementation
         tried(row, "adapters", lambda: adapters(row, folder))
         tried(row, "exports", lambda: exports(row, folder, scratch))
