@@ -65,6 +65,8 @@ def temporary_folder_fault(environment: Mapping[str, str] = os.environ) -> str |
 
 def unwritable(folder: str) -> str | None:
     """What keeps a folder from being made and written, to complete "FOLDER ..."; None: nothing that can be seen."""
+    if "\0" in folder:
+        return "cannot be made (it holds a null byte)"
     path = Path(folder).expanduser().absolute()
     for part in (path, *path.parents):
         try:
@@ -73,8 +75,8 @@ def unwritable(folder: str) -> str | None:
                 continue
         except PermissionError:
             continue
-        except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
-            return f"cannot be made ({getattr(error, 'strerror', None) or error})"
+        except OSError as error:  # a name that is too long
+            return f"cannot be made ({error.strerror})"
         if not is_folder:
             what = "a link to nothing" if part.is_symlink() and not part.exists() else "a file"
             return f"is {what}" if part == path else f"lies below {part}, which is {what}"

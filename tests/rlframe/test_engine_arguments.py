@@ -1,6 +1,6 @@
 """What an engine declares is read from its source, and a value of another type is found before the engine starts."""
 
-import ast
+import dataclasses
 from importlib.util import find_spec
 from typing import Any, Literal, Optional, Union  # noqa: F401 (the annotations below are evaluated)
 
@@ -101,14 +101,11 @@ def test_an_engine_that_is_not_here_or_declares_nothing_there_is_not_judged(monk
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_what_is_read_is_what_vllm_takes():
     """The dataclass itself names its fields and defaults; every default that YAML can give fits its annotation."""
-    import dataclasses
-
     from vllm import AsyncEngineArgs
 
     found = declared("vllm")
     fields = {field.name: field for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
     assert set(found) == set(fields)
     for name, field in fields.items():
-        ast.parse(found[name], mode="eval")
-        if field.default is None or isinstance(field.default, bool | int | float | str):
+        if isinstance(field.default, bool | int | float | str):
             assert fits(field.default, found[name]), (name, field.default, found[name])

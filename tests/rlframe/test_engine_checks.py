@@ -25,8 +25,6 @@ from rlframe.checks import check, unused
 from rlframe.config import Config, ConfigError, ModelConfig
 from rlframe.engine_checks import ENGINE_OWNED, SEEDS, check_arguments, check_context, check_installed, longest_context
 from rlframe.models import resolve_model
-from workers.rollout.sglang import SGLangEngine
-from workers.rollout.vllm import VLLMEngine
 
 ADDRESSES = ["http://a:30000", "http://b:30000"]
 
@@ -99,16 +97,6 @@ def test_an_argument_that_would_overrule_a_setting_is_refused_and_names_it(engin
     with pytest.raises(ConfigError) as caught:
         check(with_arguments(engine, **{name: None}))
     one_sentence(caught, f"rollout.engine_args.{name} ", "leave it out")
-
-
-def test_whatever_the_engines_are_given_by_us_may_not_be_given_again(tmp_path):
-    """Otherwise an argument of the user would silently win over the setting that it comes from."""
-    tunable = {"disable_log_stats", "log_level", "skip_server_warmup"}
-    vllm = VLLMEngine(str(tmp_path), max_lora_rank=8, streams=True, tensor_parallel_size=2)
-    assert set(vllm._args) - set(ENGINE_OWNED) == tunable & set(vllm._args)
-    Qwen3Config().save_pretrained(tmp_path)
-    sglang = SGLangEngine(str(tmp_path), max_lora_rank=8)
-    assert set(sglang._args) - set(ENGINE_OWNED) == tunable & set(sglang._args)
 
 
 DECLARED = {
