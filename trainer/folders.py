@@ -67,7 +67,7 @@ def unwritable(folder: str) -> str | None:
     """What keeps a folder from being made and written, to complete "FOLDER ..."; None: nothing that can be seen."""
     if "\0" in folder:
         return "cannot be made (it holds a null byte)"
-    path = Path(folder).expanduser().absolute()
+    path = Path(os.path.expanduser(folder)).absolute()
     for part in (path, *path.parents):
         try:
             is_folder = part.is_dir()

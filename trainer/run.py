@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.checks import check
 from rlframe.config import Config, ConfigError, eval_size, serves_other_weights
-from rlframe.engine_checks import check_arguments, check_context, check_installed
+from rlframe.engine_checks import check_context
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
@@ -31,8 +31,9 @@ from trainer.cluster import reserve_pools, start_ray
 from trainer.compose import load_yaml, resumed, to_yaml
 from trainer.controller import Controller
 from trainer.data import PromptStream, as_prompt
-from trainer.folders import check_run_dir, check_temporary_folder
-from trainer.placement import cluster_address, plan
+from trainer.folders import check_run_dir
+from trainer.placement import plan
+from trainer.preflight import check_machine
 from trainer.tracking import Tracker, has_steps
 from trainer.wandb_log import id_file
 from workers.environments import make_environment
@@ -41,7 +42,7 @@ from workers.environments.checks import check_problems
 from workers.environments.prompt_file import PromptFile
 from workers.group import LearnerGroup
 from workers.pools import Pool
-from workers.process import find_modules_in, refuse_shadowing
+from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
 from workers.rollout.supervision import StartFailed, started
 from workers.session_specs import check_sessions
@@ -147,12 +148,7 @@ def occupied(run_dir: Path) -> Iterator[None]:
 
 def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
     """Find the model, the tokenizer and the prompts, or raise ConfigError; see `PromptFile` for ``held_out_by_tokens``."""
-    refuse_shadowing(os.getcwd())
-    if config.cluster.address is None and not config.rollout.server_urls:
-        check_installed(config.rollout.engine)
-    if cluster_address(config) is None:
-        check_temporary_folder()
-    check_arguments(config.rollout)
+    check_machine(config)
     model_path = resolve_model(config.model)
     check_sessions(config, model_path)
     trust = config.model.trust_remote_code
