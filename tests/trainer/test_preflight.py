@@ -1,4 +1,4 @@
-"""Every command that starts Ray first refuses what this machine or the model cannot do; what is sent elsewhere is not judged here."""
+"""Every command that starts Ray first refuses what this machine or the model cannot do; a job that is sent is judged elsewhere."""
 
 import json
 import os
