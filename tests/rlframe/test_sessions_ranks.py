@@ -9,7 +9,7 @@ from session_file_checks import PLAN as FILES
 from session_rank_checks import PLAN as RANKS
 
 PLAN = [*RANKS, *FILES]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ class RayCluster:
             [str(BIN / command[0]), *command[1:]],
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=800,
             env=environment(RAY_API_SERVER_ADDRESS=self.dashboard, **variables),
         )
         assert done.returncode == expect, done.stdout + done.stderr

@@ -8,7 +8,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 
 class Wire:
     def __init__(self, server, key=ALICE):
-        self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": key}, timeout=120)
+        self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": key}, timeout=600)
 
     def post(self, route, **body):
         return self.http.post(f"/{route}", json=body)
