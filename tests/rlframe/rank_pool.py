@@ -47,7 +47,9 @@ def _work(rank: int, store: str, plan: list[tuple[str, int, Check]], args: tuple
     dist.destroy_process_group()
 
 
-def run_checks(plan: list[tuple[str, int, Check]], *args: Any, timeout_s: float = PATIENCE_S) -> dict[tuple[str, int], str | None]:
+def run_checks(
+    plan: list[tuple[str, int, Check]], *args: Any, timeout_s: float = PATIENCE_S
+) -> dict[tuple[str, int], str | None]:
     """Run ``check(mesh, *args)`` for every (name, ranks, check) in order.
 
     Returns:
