@@ -1,6 +1,7 @@
 # make quickstart   install what training needs and train a tiny model on this machine's CPU
 # make test         install what tests need and run them
 # make install-gpu  what training needs on NVIDIA GPUs: vLLM for CUDA, which chooses its own torch
+# make test-under-load  the same three times in a row, beside a busy process on every core
 # make test-clusters   the tests that start several Ray nodes, and take some of them away
 # make test-architectures   try every architecture of transformers tiny, and write docs/models.md; ten minutes
 # make check        lint, formatting, types, import contract and all tests
@@ -50,8 +51,8 @@ install = touch $(INSTALLING) && $(INSTALL) $(1) && rm $(INSTALLING)
 # Engines pin packages against each other: SGLang gets an environment of its own.
 WITH_SGLANG := $(MAKE) VENV=.venv-sglang REQUIREMENTS=requirements/sglang-cpu.txt
 
-.PHONY: quickstart install install-gpu install-dev install-sglang test test-clusters test-fast test-architectures test-sglang run-sglang-tests check lint format docs docs-site \
-  evidence-quick smollm2 clean
+.PHONY: quickstart install install-gpu install-dev install-sglang test test-under-load test-clusters test-fast test-architectures \
+  test-sglang run-sglang-tests check lint format docs docs-site evidence-quick smollm2 clean
 
 quickstart: $(RUNTIME)
 	@if [ -e runs/quickstart ]; then \
@@ -66,6 +67,14 @@ install-dev: $(DEV)
 
 test: $(DEV)
 	$(BIN)/python -m pytest -m "not cluster" $(IN_PARALLEL)
+
+# One shell, so that its end, also by Ctrl-C, ends the burners.
+test-under-load: $(DEV)
+	@burners=; trap 'kill $$burners' EXIT; trap 'exit 130' INT TERM; \
+	for core in $$(seq $$(nproc)); do nice -n 19 $(BIN)/python -c 'while True: pass' & burners="$$burners $$!"; done; \
+	for round in 1 2 3; do \
+	  echo "round $$round of 3"; $(BIN)/python -m pytest -m "not cluster" $(IN_PARALLEL) $(PYTEST_ARGS) || exit 1; \
+	done
 
 test-clusters: $(DEV)
 	$(BIN)/python -m pytest -m cluster

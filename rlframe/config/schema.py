@@ -6,6 +6,7 @@ in `trainer.settings.compose` and `rlframe.config.checks`.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -409,8 +410,8 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self) -> None:
-        """``runs/${name}`` follows the name without Hydra, too."""
-        self.run_dir = self.run_dir.replace("${name}", self.name)
+        """``runs/${name}`` follows the name without Hydra, too; ``~`` is the user's folder, as in all other paths."""
+        self.run_dir = os.path.expanduser(self.run_dir.replace("${name}", self.name))
 
 
 def critic_names(config: Config, environments: int = 1) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ def resolve_model(model: ModelConfig, cache_dir: str | os.PathLike[str] | None =
     if (model.builder is None) == (model.path is None):
         raise ConfigError("Set exactly one of model.builder (tiny, smollm2) and model.path (a local Hugging Face folder).")
     if model.path is not None:
-        return _checked_folder(Path(model.path).expanduser())
+        return _checked_folder(Path(os.path.expanduser(model.path)))
     if model.builder not in BUILDERS:
         near = difflib.get_close_matches(str(model.builder), BUILDERS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"model.builder={model.builder} is unknown; did you mean {near}?")

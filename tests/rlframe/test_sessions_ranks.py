@@ -10,7 +10,7 @@ from tests.support.session_file_checks import PLAN as FILES
 from tests.support.session_rank_checks import PLAN as RANKS
 
 PLAN = [*RANKS, *FILES]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

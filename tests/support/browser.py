@@ -36,7 +36,7 @@ class Page:
         self.number += 1
         self.socket.send(json.dumps({"id": self.number, "method": method, "params": params}))
         while True:
-            message = json.loads(self.socket.recv(timeout=120))
+            message = json.loads(self.socket.recv(timeout=600))
             if message.get("id") == self.number:
                 assert "error" not in message, message
                 return message["result"]
@@ -56,7 +56,7 @@ class Page:
         self.loaded = False
         self.call("Page.navigate", url=url)
         while not self.loaded:
-            message = json.loads(self.socket.recv(timeout=120))
+            message = json.loads(self.socket.recv(timeout=600))
             self._note(message.get("method"), message.get("params", {}))
 
     def run(self, script: str):
@@ -88,7 +88,7 @@ def page(profile: Path, width: int = 1200):
         address = _address(process, profile / "DevToolsActivePort")
         with connect(address, max_size=None, proxy=None) as browser:
             browser.send(json.dumps({"id": 1, "method": "Target.getTargets"}))
-            while (message := json.loads(browser.recv(timeout=120))).get("id") != 1:
+            while (message := json.loads(browser.recv(timeout=600))).get("id") != 1:
                 pass
             target = next(t["targetId"] for t in message["result"]["targetInfos"] if t["type"] == "page")
         with connect(f"{address.rsplit('/', 2)[0]}/page/{target}", max_size=None, proxy=None) as tab:
@@ -100,7 +100,7 @@ def page(profile: Path, width: int = 1200):
 
 def _address(process: subprocess.Popen, file: Path) -> str:
     """Where the browser listens; it writes the port and path into a file of its profile once it does."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         assert process.poll() is None, "the browser ended before it listened"
         with contextlib.suppress(OSError):

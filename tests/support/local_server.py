@@ -18,6 +18,8 @@ from workers.rollout.sampler import SamplerGroup, SamplerWorker
 
 ALICE, BOB = "tml-alice-000000", "tml-bob-00000000"
 BASE = "tiny"
+PATIENCE_S = 600
+"""For a server on a machine that does much else."""
 
 
 class Handle:
@@ -70,7 +72,8 @@ class LocalServer:
         self._failure = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
-        self._started.wait(120)
+        if not self._started.wait(PATIENCE_S):
+            raise TimeoutError(f"the server did not start within {PATIENCE_S} s")
         if self._failure:
             raise self._failure
 
@@ -114,7 +117,7 @@ class LocalServer:
 
     def run(self, coroutine):
         """Run something on the server's loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(120)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
 
     def session(self, client: tinker.TrainingClient):
         """The session that a training client drives."""
@@ -122,4 +125,5 @@ class LocalServer:
 
     def stop(self):
         self.loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(120)
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the server did not stop"

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 WORLD = 4
+PATIENCE_S = 600.0
+"""For ranks on a machine that does much else; none of these limits is reached by a check that works."""
 Check = Callable[..., None]
 
 
@@ -28,12 +30,12 @@ def _work(rank: int, store: str, plan: list[tuple[str, int, Check]], args: tuple
         init_method=f"file://{store}",
         rank=rank,
         world_size=WORLD,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=PATIENCE_S),
     )
     meshes = {n: init_device_mesh("cpu", (WORLD // n, n), mesh_dim_names=("copies", "ranks"))["ranks"] for n in (1, 2, 4)}
     for name, size, check in plan:
         # Ranks without a part in the last check wait here, with patience, not in a collective of the next one.
-        dist.monitored_barrier(timeout=datetime.timedelta(seconds=240))
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=PATIENCE_S))
         if rank < size:
             try:
                 check(meshes[size], *args)
@@ -45,7 +47,9 @@ def _work(rank: int, store: str, plan: list[tuple[str, int, Check]], args: tuple
     dist.destroy_process_group()
 
 
-def run_checks(plan: list[tuple[str, int, Check]], *args: Any, timeout_s: float = 240.0) -> dict[tuple[str, int], str | None]:
+def run_checks(
+    plan: list[tuple[str, int, Check]], *args: Any, timeout_s: float = PATIENCE_S
+) -> dict[tuple[str, int], str | None]:
     """Run ``check(mesh, *args)`` for every (name, ranks, check) in order.
 
     Returns:

@@ -9,7 +9,7 @@ from tests.support.local_server import ALICE
 
 class Wire:
     def __init__(self, server, key=ALICE):
-        self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": key}, timeout=120)
+        self.http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": key}, timeout=600)
 
     def post(self, route, **body):
         return self.http.post(f"/{route}", json=body)

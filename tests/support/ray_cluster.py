@@ -1,6 +1,7 @@
 """A real Ray cluster of several nodes on this machine: ``ray start`` processes of our own, with their own ports and folder."""
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
 ADDRESS = "127.0.0.2"
 """Of the head; Ray replaces 127.0.0.1 by the address that other machines see."""
+FIXED_PORTS = (20000, 30000)
+"""Above those that Ray gives its workers, below those that Linux gives out (ip_local_port_range)."""
 TRIES = 3
 """How often a node is started before giving up."""
 TOKEN = "a-token-of-at-least-32-characters-"
@@ -56,11 +59,14 @@ def check_ray_command(words: list[str]) -> dict[str, Any]:
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Ports that are free, and that no connection and no bind to port 0 gets before they are used, as those are above."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.SystemRandom().randrange(*FIXED_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            found += [port] if port not in found else []
+    return found
 
 
 def start_node(arguments: list[str], log: Path, variables: dict[str, str], is_up: Callable[[], bool]) -> subprocess.Popen:
@@ -109,7 +115,7 @@ class RayCluster:
             [str(BIN / command[0]), *command[1:]],
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=800,
             env=environment(RAY_API_SERVER_ADDRESS=self.dashboard, **variables),
         )
         assert done.returncode == expect, done.stdout + done.stderr

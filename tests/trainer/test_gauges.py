@@ -46,7 +46,7 @@ def test_a_step_shows_on_rays_own_endpoint(tmp_path):
         address = endpoint()
         assert address is not None and address in (tmp_path / "logs" / "controller.log").read_text()
         wanted = {name: expected[metric] for name, metric in GAUGES.items() if metric in expected}
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while (found := scrape(address)) != {name: ('run="watched"', value) for name, value in wanted.items()}:
             assert time.monotonic() < deadline, found
             time.sleep(0.2)

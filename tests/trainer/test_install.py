@@ -131,7 +131,7 @@ class Venv:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=800,
         )
 
 

@@ -113,7 +113,7 @@ def test_a_reward_that_fails_ends_the_run_with_one_line(user_folder):
         [str(Path(sys.executable).parent / "rlframe"), "train", *task("fails_in_training"), *small],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -148,7 +148,7 @@ def test_a_planted_secret_is_nowhere_in_a_run_directory_wandbs_files_or_the_repo
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     binary = [sys.executable, "-m", "trainer.cli.main"]
     done = subprocess.run(
-        [*binary, *command], cwd=tmp_path, capture_output=True, text=True, timeout=280, env=environment, check=False
+        [*binary, *command], cwd=tmp_path, capture_output=True, text=True, timeout=800, env=environment, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = subprocess.run(

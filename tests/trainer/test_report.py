@@ -191,12 +191,11 @@ def test_in_a_browser(runs, tmp_path):
         )
 
         # Over seconds only the run that measured them is left; over steps it is at the same place as before.
-        choose = "(() => {{ const s = document.querySelector('{}'); s.value = '{}'; s.dispatchEvent(new Event('change')); }})()"
-        tab.run(choose.format("#axis", "seconds"))
+        tab.run(CHOOSE.format("#axis", "seconds"))
         assert tab.run(paths) == 1
         tab.hover('figure[data-metric="reward/mean"] svg')
         assert tab.run("document.querySelector('#tip').textContent") == "seconds 34a&b0.17"
-        tab.run(choose.format("#axis", "step"))
+        tab.run(CHOOSE.format("#axis", "step"))
         assert tab.run(paths) == 2
 
         # Tokens are text, whatever they say; a token's numbers appear under the mouse.
@@ -219,7 +218,7 @@ def test_in_a_browser(runs, tmp_path):
         }
         background = "getComputedStyle(document.querySelectorAll('.tokens .sampled')[0]).backgroundColor"
         by_advantage = tab.run(background)
-        tab.run(choose.format('[aria-label="Colour by"]', "value"))
+        tab.run(CHOOSE.format('[aria-label="Colour by"]', "value"))
         assert tab.run(background) != by_advantage
         tab.run("document.querySelectorAll('.list button')[1].click()")
         assert "reward 1," in tab.run("document.querySelector('.viewer .note').textContent")
@@ -235,3 +234,49 @@ def test_in_a_browser(runs, tmp_path):
 
         assert tab.run("window.owned === undefined")
         assert tab.problems == [] and tab.requests == [output.as_uri()]
+
+
+CHOOSE = "(() => {{ const s = document.querySelector('{}'); s.value = '{}'; s.dispatchEvent(new Event('change')); }})()"
+LABELS = """[...document.querySelectorAll("figure svg")].map((svg) => [...svg.querySelectorAll("text")].map((text) => {
+  const box = text.getBBox();
+  return [text.textContent, box.x, box.y, box.x + box.width, box.y + box.height];
+}))"""
+SCALES = {
+    "reward/mean": lambda step: step / 1000,
+    "actor/entropy": lambda step: 1000.1 + step * 3e-4,
+    "rollout_corr/kl": lambda step: -1.25e-5 * step,
+    "rollout_corr/k3_kl": lambda step: 1e-9 * (1 + step),
+    "actor/grad_norm": lambda step: -1.5e6 + 12345 * step,
+    "off_policy/mean": lambda step: 3e11 + 1e8 * step,
+    "idle/trainer": lambda step: 0.5,
+}
+"""Curves whose labels are long, or alike in their first digits."""
+
+
+@pytest.mark.slow
+def test_the_labels_of_every_chart_lie_within_it_apart_and_differ(tmp_path):
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(0, 1001, 50):
+            row = {"step": step, "time/step": 3e5, "perf/accepted_tokens_per_s": 1e5}
+            file.write(json.dumps(row | {key: scale(step) for key, scale in SCALES.items()}) + "\n")
+    output = tmp_path / "report.html"
+    report.write_report([tmp_path], output)
+    with page(tmp_path / "profile") as tab:
+        tab.open(output.as_uri())
+        for axis in ("step", "seconds", "tokens"):
+            tab.run(CHOOSE.format("#axis", axis))
+            charts = tab.run(LABELS)
+            assert len(charts) >= len(SCALES)
+            for labels in charts:
+                assert len(labels) >= 6, "both axes are labelled"
+                for i, (text, left, top, right, bottom) in enumerate(labels):
+                    assert left >= 0 and top >= 0 and right <= 380 and bottom <= 190, (axis, text, left, top, right, bottom)
+                    for other, left2, top2, right2, bottom2 in labels[:i]:
+                        apart = right <= left2 or right2 <= left or bottom <= top2 + 1 or bottom2 <= top + 1
+                        assert apart, (axis, text, other)
+                # Labels of one axis differ; those below have one height.
+                below = max(top for _, _, top, _, _ in labels)
+                for row in (True, False):
+                    texts = [text for text, _, top, _, _ in labels if (top > below - 1) == row]
+                    assert len(set(texts)) == len(texts) >= 2, (axis, texts)
+        assert tab.problems == []

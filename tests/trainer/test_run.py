@@ -24,13 +24,15 @@ COMMON = ["batch_size=16", "eval.size=16", "eval.every=2", "checkpoint.every=2"]
 
 def rlframe(*arguments, fails=False):
     command = [str(Path(sys.executable).parent / "rlframe"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def metrics(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Complete lines: a run may be writing the last one."""
+    whole = (run_dir / "metrics.jsonl").read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def last(run_dir):
@@ -64,6 +66,12 @@ def interrupted(run_dir, meanwhile, ctrl_c, *arguments):
     return text, processes
 
 
+def engine_core(driver):
+    """The engine process; a child that it forks has its name until it executes something else."""
+    cores = named(descendants(driver.pid), "EngineCore")
+    return next((pid for pid in cores if not any(pid in descendants(other) for other in cores)), None)
+
+
 def four_steps(run_dir, driver):
     wait_until(driver, lambda: last(run_dir).get("step", 0) >= 4)
     return set()
@@ -78,7 +86,7 @@ def two_faults(run_dir, driver):
     wait_until(driver, lambda: last(run_dir)["step"] > begun)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         processes |= descendants(driver.pid)
-        (core,) = named(descendants(driver.pid), "EngineCore")
+        core = wait_for(lambda: engine_core(driver))
         before = last(run_dir)["fault/worker_restarts"]
         os.kill(core, number)
         wait_until(driver, lambda before=before: last(run_dir)["fault/worker_restarts"] > before)

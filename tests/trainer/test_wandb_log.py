@@ -213,7 +213,7 @@ def test_without_a_server_a_run_with_a_key_is_kept_offline(tmp_path, variables, 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from tests.support.engines import (
     MAX_MODEL_LEN,
+    PATIENCE_S,
     VOCABULARY,
     alignment_error,
     apply,
@@ -229,7 +230,7 @@ def test_an_abort_returns_what_was_sampled_and_is_no_natural_stop(served):
         running = asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=400, logprobs=3, seed=0)))
         await engine.generate(prompt, SamplingParams(max_new_tokens=10, seed=1))
         await engine.pause("abort")
-        completion = await asyncio.wait_for(running, 10)
+        completion = await asyncio.wait_for(running, 120)
         waiting = asyncio.create_task(engine.generate(prompt, SamplingParams(max_new_tokens=4, seed=2)))
         await asyncio.sleep(0.05)
         assert not waiting.done()
@@ -300,4 +301,4 @@ def test_an_engine_that_hangs_or_dies_raises_in_its_callers(served, tmp_path):
     for call in (engine.health, engine.pause, lambda: engine.generate(prompt_of(3), SamplingParams(max_new_tokens=1))):
         with pytest.raises(EngineDeadError):
             run(call())
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < PATIENCE_S / 2, "nothing waited for an answer of the dead engine"

@@ -1,5 +1,8 @@
 """The roles of a learner rank: who shares a backbone, how several critics combine, what an update moves."""
 
+import socket
+from urllib.parse import urlsplit
+
 import numpy as np
 import pytest
 import torch
@@ -49,12 +52,24 @@ def rank(monkeypatch):
         config = compose(["algorithm=bypass_pg_token_tis", *overrides])
         learner = LearnerRank(config, resolve_model(config.model), 0, None, environments)
         built.append(learner)
-        learner.start(learner.address())
+        learner.start(learner.rendezvous())
         return learner
 
     yield build
     for learner in built:
         learner.close()
+
+
+def test_the_port_where_ranks_meet_is_held_from_when_it_is_named(monkeypatch):
+    """Between its name and the group another process could take a port that is only looked for."""
+    monkeypatch.setattr(learner_module, "_node_ip", lambda: "127.0.0.1")
+    config = compose(["model.build.warmup_steps=0"])
+    ranks = [LearnerRank(config, resolve_model(config.model), 0, None) for _ in range(2)]
+    ports = {urlsplit(rank.rendezvous()).port for rank in ranks}
+    assert len(ports) == 2
+    for port in ports:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
 
 
 def own_values(learner, name):

@@ -65,7 +65,9 @@ def temporary_folder_fault(environment: Mapping[str, str] = os.environ) -> str |
 
 def unwritable(folder: str) -> str | None:
     """What keeps a folder from being made and written, to complete "FOLDER ..."; None: nothing that can be seen."""
-    path = Path(folder).expanduser().absolute()
+    if "\0" in folder:
+        return "cannot be made (it holds a null byte)"
+    path = Path(os.path.expanduser(folder)).absolute()
     for part in (path, *path.parents):
         try:
             is_folder = part.is_dir()
@@ -73,8 +75,8 @@ def unwritable(folder: str) -> str | None:
                 continue
         except PermissionError:
             continue
-        except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
-            return f"cannot be made ({getattr(error, 'strerror', None) or error})"
+        except OSError as error:  # a name that is too long
+            return f"cannot be made ({error.strerror})"
         if not is_folder:
             what = "a link to nothing" if part.is_symlink() and not part.exists() else "a file"
             return f"is {what}" if part == path else f"lies below {part}, which is {what}"

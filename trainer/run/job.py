@@ -21,12 +21,13 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.config import Config, ConfigError, eval_size, serves_other_weights
 from rlframe.config.checks import check
-from rlframe.config.engine_checks import check_arguments, check_context, check_installed
+from rlframe.config.engine_checks import check_context
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
-from trainer.cluster.folders import check_run_dir, check_temporary_folder
-from trainer.cluster.placement import cluster_address, plan
+from trainer.cluster.folders import check_run_dir
+from trainer.cluster.placement import plan
+from trainer.cluster.preflight import check_machine
 from trainer.cluster.ray_cluster import reserve_pools, start_ray
 from trainer.run import attempts, config_changes, recovery
 from trainer.run.checkpoints import Checkpoints, step_of
@@ -42,7 +43,7 @@ from workers.environments.prompt_file import PromptFile
 from workers.learner.group import LearnerGroup
 from workers.learner.sessions import check_sessions
 from workers.pools import Pool
-from workers.process import find_modules_in, refuse_shadowing
+from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
 from workers.rollout.supervision import StartFailed, started
 
@@ -147,12 +148,7 @@ def occupied(run_dir: Path) -> Iterator[None]:
 
 def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
     """Find the model, the tokenizer and the prompts, or raise ConfigError; see `PromptFile` for ``held_out_by_tokens``."""
-    refuse_shadowing(os.getcwd())
-    if config.cluster.address is None and not config.rollout.server_urls:
-        check_installed(config.rollout.engine)
-    if cluster_address(config) is None:
-        check_temporary_folder()
-    check_arguments(config.rollout)
+    check_machine(config)
     model_path = resolve_model(config.model)
     adapters = check_sessions(config, model_path)
     trust = config.model.trust_remote_code

@@ -60,7 +60,7 @@ def read_keys(keys_file: str | None, folder: Path) -> tuple[Keys, Path | None]:
                 file.write(f"{PREFIX}{secrets.token_urlsafe(32)}\n")
         return Keys({own.read_text().strip(): "default"}), own
     try:
-        lines = Path(keys_file).expanduser().read_text().splitlines()
+        lines = Path(os.path.expanduser(keys_file)).read_text().splitlines()
     except OSError as error:
         raise ConfigError(f"server.keys_file={keys_file} cannot be read: {error.strerror}.") from None
     return Keys(_parse(keys_file, lines)), None

@@ -18,8 +18,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.config import Config, ConfigError
 from rlframe.config.checks import check
+from rlframe.config.engine_checks import check_context, longest_context
 from rlframe.models import resolve_model
+from trainer.cluster.folders import check_run_dir
 from trainer.cluster.placement import plan
+from trainer.cluster.preflight import check_machine
 from trainer.cluster.ray_cluster import reserve_pools, start_ray
 from trainer.server.app import make_app
 from trainer.server.auth import read_keys
@@ -59,7 +62,8 @@ class Base:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
         ends = model.eos_token_id if isinstance(model.eos_token_id, list) else [model.eos_token_id]
         eos = {token for token in (*ends, tokenizer.eos_token_id) if token is not None}
-        context = int(getattr(model, "max_position_embeddings", None) or config.rollout.max_model_len)
+        check_context(config.rollout.max_model_len, model)
+        context = longest_context(model) or config.rollout.max_model_len
         return cls(path, tokenizer, int(model.vocab_size), context, tuple(sorted(eos)))
 
 
@@ -74,6 +78,8 @@ def serve(config: Config) -> None:
         raise ConfigError(
             f"rollout.engine={config.rollout.engine} cannot serve adapters at run time; choose {' or '.join(ENGINES)}."
         )
+    check_run_dir(config.run_dir)
+    check_machine(config)
     run_dir = Path(config.run_dir).absolute()
     with _occupied(run_dir), _listening(config) as listener:
         asyncio.run(_serve(config, run_dir, listener))

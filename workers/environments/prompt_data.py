@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def read_rows(key: str, name: str, kind: str, texts: Collection[str] = ()) -> li
     Raises:
         ConfigError: no such file, not of that kind, a bad line (with its number), or no rows.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         looked = "" if path.is_absolute() else f" (looked in {Path.cwd()})"

@@ -56,7 +56,7 @@ class LearnerGroup:
 
     async def start(self) -> None:
         """Form the process group and build the sessions."""
-        address = await self.ranks[0].address.remote()
+        address = await self.ranks[0].rendezvous.remote()
         await self._all("start", address)
 
     async def values(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:

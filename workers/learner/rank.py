@@ -10,12 +10,14 @@ import os
 import random
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlframe.backbone import Backbone
@@ -43,11 +45,19 @@ class LearnerRank:
         torch.set_num_threads(config.actor.threads)
         self.config, self.model_path, self.rank, self.ranks = config, model_path, rank, config.actor.ranks
         self.environments = environments
+        self._store: dist.TCPStore | None = None
         on_gpu = config.cluster.device == "cuda" or (config.cluster.device == "auto" and config.actor.gpus > 0)
         self.device = torch.device("cuda" if on_gpu else "cpu")
 
+    def rendezvous(self) -> str:
+        """Tcp address where the ranks of the group meet, held by this rank from now on (asked of rank 0)."""
+        self._store = dist.TCPStore(
+            _node_ip(), 0, self.ranks, is_master=True, wait_for_workers=False, timeout=default_pg_timeout
+        )
+        return f"tcp://{_node_ip()}:{self._store.port}"
+
     def address(self) -> str:
-        """A free tcp address on this rank's host, for the rendezvous of the group (asked of rank 0)."""
+        """A tcp address on this rank's host that is free now."""
         with socket.socket() as s:
             s.bind(("", 0))
             return f"tcp://{_node_ip()}:{s.getsockname()[1]}"
@@ -56,8 +66,12 @@ class LearnerRank:
         """Join the process group and seed this process."""
         if interface := _interface_of(_node_ip()):  # gloo would take that of the host name, often the loopback's
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if self._store is None:
+            where = urlsplit(address)
+            assert where.hostname is not None and where.port is not None
+            self._store = dist.TCPStore(where.hostname, where.port, self.ranks, timeout=default_pg_timeout)
         dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo", init_method=address, rank=self.rank, world_size=self.ranks
+            "nccl" if self.device.type == "cuda" else "gloo", store=self._store, rank=self.rank, world_size=self.ranks
         )
         self.mesh = init_device_mesh(self.device.type, (self.ranks,))
         _seed_everything(self.config.seed * 1000 + self.rank)
@@ -149,6 +163,7 @@ class LearnerRank:
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+        self._store = None
 
     def _sessions(self) -> dict[str, Session]:
         return {"actor": self.actor.session, **(self.critic.sessions if self.critic else {})}

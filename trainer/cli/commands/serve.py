@@ -15,11 +15,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Compose the configuration and serve."""
-    import os
-
     from trainer.server.serve import serve
     from trainer.settings.compose import compose
-    from workers.process import refuse_shadowing
 
-    refuse_shadowing(os.getcwd())
     serve(compose(arguments.overrides))

@@ -22,13 +22,26 @@ function shape(tag, attributes, text) {
   return node;
 }
 
-function format(x) {
+function format(x, digits = 4) {
   if (x === null || x === undefined) return "–";
   if (typeof x !== "number") return String(x);
   if (Number.isInteger(x) && Math.abs(x) < 1e7) return String(x);
   const size = Math.abs(x);
-  return size >= 1e5 || size < 1e-3 ? x.toExponential(2) : String(Number(x.toPrecision(4)));
+  return size >= 1e5 || size < 1e-3 ? x.toExponential(digits - 2) : String(Number(x.toPrecision(digits)));
 }
+
+// Labels of an axis, with as many digits as tell its numbers apart.
+function labels(numbers) {
+  for (let digits = 4; ; digits++) {
+    const texts = numbers.map((x) => format(x, digits));
+    if (digits === 12 || new Set(texts).size === texts.length) return texts;
+  }
+}
+
+// Width of a label in units of the drawing; its font is that of "svg text" in the style sheet.
+const ruler = document.createElement("canvas").getContext("2d");
+ruler.font = "11px system-ui, sans-serif";
+function widthOf(text) { return ruler.measureText(text).width; }
 
 const tip = document.getElementById("tip");
 function showTip(x, y, title, rows) {
@@ -108,14 +121,23 @@ function chart(key) {
     if (x0 === x1) { x0 -= 1; x1 += 1; }
     if (y0 === y1) { const room = Math.abs(y0) * 0.1 || 1; y0 -= room; y1 += room; }
     const pad = (y1 - y0) * 0.06; y0 -= pad; y1 += pad;
-    const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (WIDTH - LEFT - RIGHT);
+    const levels = ticks(y0, y1, 4), names = labels(levels);
+    const left = Math.max(LEFT, ...names.map((name) => widthOf(name) + 6)), across = WIDTH - left - RIGHT;
+    const px = (x) => left + ((x - x0) / (x1 - x0)) * across;
     const py = (y) => HEIGHT - BOTTOM - ((y - y0) / (y1 - y0)) * (HEIGHT - TOP - BOTTOM);
-    toStep = (ratio) => x0 + ((ratio * WIDTH - LEFT) / (WIDTH - LEFT - RIGHT)) * (x1 - x0);
-    for (const y of ticks(y0, y1, 4)) {
-      svg.append(shape("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: py(y), y2: py(y) }));
-      svg.append(shape("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, format(y)));
-    }
-    for (const x of ticks(x0, x1, 5)) svg.append(shape("text", { x: px(x), y: HEIGHT - 6, "text-anchor": "middle" }, format(x)));
+    toStep = (ratio) => x0 + ((ratio * WIDTH - left) / across) * (x1 - x0);
+    levels.forEach((y, i) => {
+      svg.append(shape("line", { class: "axis", x1: left, x2: WIDTH - RIGHT, y1: py(y), y2: py(y) }));
+      svg.append(shape("text", { x: left - 5, y: py(y) + 4, "text-anchor": "end" }, names[i]));
+    });
+    const marks = ticks(x0, x1, 5), texts = labels(marks);
+    let end = 0;
+    marks.forEach((x, i) => {
+      const width = widthOf(texts[i]), middle = Math.min(px(x), WIDTH - width / 2 - 1);
+      if (middle - width / 2 < end + 4) return;  // no room beside the one before
+      end = middle + width / 2;
+      svg.append(shape("text", { x: middle, y: HEIGHT - 6, "text-anchor": "middle" }, texts[i]));
+    });
     for (const line of lines) {
       const steps = line.x, values = line.series[1];
       const path = (numbers) => "M" + numbers.map((y, k) => px(steps[k]).toFixed(1) + "," + py(y).toFixed(1)).join("L");

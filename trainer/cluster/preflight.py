@@ -1,0 +1,29 @@
+"""What is asked of this machine before a command that starts Ray does so; what is asked of the data is in `trainer.run.job`.
+
+``rlframe submit`` asks none of it: the job runs on another machine, where ``rlframe train`` asks.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rlframe.config import Config
+from rlframe.config.engine_checks import check_arguments, check_installed
+from trainer.cluster.folders import check_temporary_folder
+from trainer.cluster.placement import cluster_address
+from workers.process import refuse_shadowing
+
+
+def check_machine(config: Config) -> None:
+    """Refuse what cannot work here; before a model is built.
+
+    Raises:
+        ConfigError: a module of the user hides one of ours, the engine is not installed or does not take
+            ``rollout.engine_args``, or a local Ray head could not work in the temporary folder.
+    """
+    refuse_shadowing(os.getcwd())
+    if config.cluster.address is None and not config.rollout.server_urls:
+        check_installed(config.rollout.engine)
+    if cluster_address(config) is None:
+        check_temporary_folder()
+    check_arguments(config.rollout)
