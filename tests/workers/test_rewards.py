@@ -206,7 +206,7 @@ def test_strings_hash_alike_in_every_process(task, monkeypatch):
 
 ORPHANS = """
 import asyncio, os, signal, sys
-from workers.rewards.pool import pool, process
+from workers.rewards import pool, process
 from rlframe.config import TaskConfig
 process.GRACE_S = 0.5
 async def main():
