@@ -215,7 +215,24 @@ CONFIGS = {
 """Configurations, and the longest context by the model cards' reading of such fields."""
 
 
-@pytest.mark.parametrize(("config", "longest"), CONFIGS.values(), ids=CONFIGS)
+SWITCHING = {"dynamic": 2048, "long": 4096}
+"""Configurations whose rotary positions change for all tokens beyond a length, and that length."""
+
+
+@pytest.mark.parametrize(("name", "length"), SWITCHING.items())
+def test_a_context_beyond_which_all_positions_change_is_refused(name, length):
+    config, longest = CONFIGS[name]
+    assert longest_context(config) == longest
+    check_context(length, config)
+    with pytest.raises(ConfigError) as caught:
+        check_context(length + 1, config)
+    one_sentence(caught, f"rollout.max_model_len={length + 1}", "change for all tokens", f"at most {length}")
+
+
+FIXED = {name: case for name, case in CONFIGS.items() if name not in SWITCHING}
+
+
+@pytest.mark.parametrize(("config", "longest"), FIXED.values(), ids=FIXED)
 def test_a_context_is_at_most_what_the_model_was_made_for(config, longest):
     assert longest_context(config) == longest
     check_context(longest, config)

@@ -1,11 +1,14 @@
 """The staleness bound of the buffer, under random orders of finishing, failing, losing workers, resuming and training."""
 
 import asyncio
+import heapq
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.run import buffer as buffer_module
 from trainer.run.buffer import Buffer, State
 
 OTHERS = 5
@@ -252,3 +255,51 @@ def test_a_closed_buffer_lets_go_of_who_waits_and_keeps_what_it_has():
         assert await taking == [] and [slot.prompt for slot in buffer.slots(*State)] == ["a"]
 
     asyncio.run(scenario())
+
+
+class Counted:
+    """heapq, counting what goes in and out."""
+
+    def __init__(self):
+        self.moves = 0
+
+    def heappush(self, heap, number):
+        self.moves += 1
+        heapq.heappush(heap, number)
+
+    def heappop(self, heap):
+        self.moves += 1
+        return heapq.heappop(heap)
+
+
+@pytest.mark.parametrize("prompts", [64, 512])
+@pytest.mark.parametrize("share", [0, 3])
+def test_a_slot_costs_the_same_however_many_there_are(monkeypatch, prompts, share):
+    """Into two heaps and out of them, once each; nothing looks at all slots, though the learner waits all the time."""
+    counted = Counted()
+    monkeypatch.setattr(buffer_module, "heapq", counted)
+    monkeypatch.setattr(Buffer, "slots", None)
+
+    async def scenario():
+        buffer = Buffer(prompts, max_staleness=4, window=share * prompts)
+        order, waiting = random.Random(0), []
+        for _ in range(3):
+            taking = asyncio.create_task(buffer.take())
+            while not taking.done():
+                waiting += [buffer.put(None) for _ in range(buffer.free)]
+                buffer.finish(waiting.pop(order.randrange(len(waiting))), None)
+                await asyncio.sleep(0)
+            assert len(taking.result()) == prompts
+            buffer.release()
+        return buffer._next
+
+    admitted = asyncio.run(scenario())
+    assert 0 < counted.moves <= 4 * admitted
+
+
+def test_a_slot_with_its_rollouts_cannot_be_dropped():
+    buffer = Buffer(prompts_per_step=1, max_staleness=0)
+    number = buffer.put("a")
+    buffer.finish(number, "done")
+    with pytest.raises(RuntimeError, match="cannot be dropped"):
+        buffer.drop(number)

@@ -38,12 +38,16 @@ Example:
     >>> asyncio.run(main())
     ('trajectories', 0)
 
+Cost. Each slot enters and leaves two heaps once, so a step of P prompts costs O(P log P); only `slots`, which a checkpoint asks
+for, looks at all of them.
+
 What is not here: what a prompt or a result is, and any Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -86,6 +90,13 @@ class Buffer(Generic[P, R]):
         self.capacity = (max_staleness + 1) * prompts_per_step - window
         self.dropped = 0
         self._slots: OrderedDict[int, Slot[P, R]] = OrderedDict()
+        self._issued: OrderedDict[int, None] = OrderedDict()
+        """Numbers of the ISSUED slots, oldest first."""
+        self._ready: list[int] = []
+        """Heap of the FINISHED slots that the window lets train."""
+        self._beyond: list[int] = []
+        """Heap of the FINISHED slots that it does not let train yet."""
+        self._training: list[int] = []
         self._next = 0
         self._closed = False
         self._changed = asyncio.Event()
@@ -117,6 +128,7 @@ class Buffer(Generic[P, R]):
             raise RuntimeError("The buffer has no free slot.")
         number, self._next = self._next, self._next + 1
         self._slots[number] = Slot(number, prompt)
+        self._issued[number] = None
         return number
 
     def refill(self, held: Iterable[tuple[P, R | None]], staleness: Callable[[R], int]) -> list[P]:
@@ -151,18 +163,24 @@ class Buffer(Generic[P, R]):
         if slot.state is not State.ISSUED:
             raise RuntimeError(f"The rollouts of slot {number} came twice.")
         slot.state, slot.result = State.FINISHED, result
-        self._changed.set()
+        heapq.heappush(self._beyond, number)
+        self._leave_issued(number)
 
     def drop(self, number: int) -> None:
         """Give a slot up: its rollouts failed or were filtered. It is free at once, and counted."""
+        if self._slots[number].state is not State.ISSUED:
+            raise RuntimeError(f"Slot {number} has its rollouts, so it cannot be dropped.")
         del self._slots[number]
         self.dropped += 1
-        self._changed.set()
+        self._leave_issued(number)
 
     async def take(self) -> list[Slot[P, R]]:
         """Wait until P slots can be trained on and take them, in order of admission; none of them once `close` was called."""
-        await self._wait_for(lambda: self._closed or len(self._ready()) == self.prompts_per_step)
-        batch = [] if self._closed else self._ready()
+        await self._wait_for(lambda: self._closed or len(self._ready) >= self.prompts_per_step)
+        if self._closed:
+            return []
+        self._training = [heapq.heappop(self._ready) for _ in range(self.prompts_per_step)]
+        batch = [self._slots[number] for number in self._training]
         for slot in batch:
             slot.state = State.TRAINING
         return batch
@@ -174,15 +192,18 @@ class Buffer(Generic[P, R]):
 
     def release(self) -> None:
         """Free the slots in training: the workers now serve the policy that their training produced."""
-        for slot in self.slots(State.TRAINING):
-            del self._slots[slot.number]
+        for number in self._training:
+            del self._slots[number]
+        self._training = []
         self._changed.set()
 
-    def _ready(self) -> list[Slot[P, R]]:
-        """At most P finished slots that the window lets train now, oldest first."""
-        oldest = next((slot.number for slot in self.slots(State.ISSUED)), self._next)
-        within = [slot for slot in self.slots(State.FINISHED) if slot.number <= oldest + self.window]
-        return within[: self.prompts_per_step]
+    def _leave_issued(self, number: int) -> None:
+        """A slot is no longer unfinished. The oldest unfinished number only grows, so each slot enters `_ready` once."""
+        del self._issued[number]
+        oldest = next(iter(self._issued), self._next)
+        while self._beyond and self._beyond[0] <= oldest + self.window:
+            heapq.heappush(self._ready, heapq.heappop(self._beyond))
+        self._changed.set()
 
     async def _wait_for(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -53,6 +53,7 @@ class Tracker:
         self.gauges = Gauges(config.name) if ray.is_initialized() else None
         if self.gauges:
             self.note(f"gauges: {endpoint() or 'this node exports none'}")
+        self.lateness = Lateness(config)
         self.last_score: tuple[int, float] | None = None
         """A step after which the held-out reward was measured, and its mean over tasks."""
         self.note(f"an attempt begins after step {step}")
@@ -90,6 +91,8 @@ class Tracker:
         if rewards:
             self.last_score = (step, sum(rewards) / len(rewards))
         self.say(console_line(step, self.config.steps, metrics))
+        if self.lateness.at_bound(metrics):
+            self.say(self.lateness.advice)
         if not self.progress.live.is_started and step < self.config.steps:
             self.progress.start()
         self.progress.update(self.bar, completed=step)
@@ -108,6 +111,30 @@ class Tracker:
             self.wandb.close()
         self.file.close()
         self.notes.close()
+
+
+class Lateness:
+    """Whether rollouts are trained on as late as ``max_staleness`` allows, step after step; then they could be fresher."""
+
+    STEPS = 10
+    """In a row, before a word is said."""
+
+    def __init__(self, config: Config) -> None:
+        self._bound, self._steps = config.max_staleness, 0
+        room = config.max_staleness * config.batch_size // config.algorithm.rollouts_per_prompt
+        self._room = room - config.reorder_window
+        self.advice = (
+            f"Rollouts wait: for {self.STEPS} steps all were trained on max_staleness={self._bound} versions late. "
+            f"reorder_window={room * 3 // 4} (at most {room}) keeps fewer in flight and trains on fresher ones, at a few "
+            "percent of the speed; or lower max_staleness."
+        )
+
+    def at_bound(self, metrics: dict[str, float]) -> bool:
+        """Whether ``metrics`` are of the step at which to say so: once in a run."""
+        if not self._bound or self._room <= 0 or self._steps >= self.STEPS:
+            return False
+        self._steps = self._steps + 1 if metrics.get("off_policy/mean", 0.0) >= self._bound else 0
+        return self._steps == self.STEPS
 
 
 def has_steps(run_dir: Path) -> bool:
