@@ -1,4 +1,4 @@
-"""Every command that starts Ray first refuses what this machine or the model cannot do; a job that is sent: elsewhere."""
+"""Every command that starts Ray first refuses what this machine or the model cannot do; a job that is sent is judged there."""
 
 import json
 import os

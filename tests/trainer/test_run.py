@@ -43,7 +43,7 @@ def last(run_dir):
 def wait_until(driver, condition):
     """Wait for ``condition``, as long as the driver runs."""
     wait_for(lambda: driver.poll() is not None or condition())
-    assert driver.poll() is None, "the driver has ended; its console is in the file tiny.console"
+    assert driver.poll() is None, "the driver has ended; its console is in a file beside the run"
 
 
 def interrupted(run_dir, meanwhile, ctrl_c, *arguments):
@@ -198,7 +198,7 @@ def test_two_ranks_of_which_one_dies_give_the_numbers_of_one(tmp_path, monkeypat
     with (tmp_path / "console").open("w+") as console:
         driver = subprocess.Popen(command, stdout=console, stderr=subprocess.STDOUT)
         try:
-            wait_for((run_dir / "checkpoints" / "LATEST").exists)
+            wait_until(driver, (run_dir / "checkpoints" / "LATEST").exists)
             os.kill(min(named(descendants(driver.pid), "ray::LearnerRank")), signal.SIGKILL)
             killed.touch()
             code = driver.wait(timeout=PATIENCE_S)
