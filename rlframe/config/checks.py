@@ -21,15 +21,13 @@ from rlframe.config import (
     serves_other_weights,
 )
 from rlframe.config.engine_checks import SEEDS, check_engine
-from rlframe.config.task_checks import GENERATED_TASKS, check_task, unused_by_task
+from rlframe.config.task_checks import GENERATED_TASKS, check_task
 
 ROLLOUT_IS = ("token", "sequence")
 ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "sglang", "torch")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
 """Formats of ``rollout.quantize``."""
-REWARD_SETTINGS = ("reward_workers", "reward_timeout_s", "reward_startup_timeout_s", "reward_memory_mb", "on_reward_failure")
-"""Settings of ``task.reward``, which generated tasks do without."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
 """Names that architectures give to the output projection."""
 
@@ -56,37 +54,6 @@ def check(config: Config) -> None:
         check_engine,
     ):
         part(config)
-
-
-def unused(config: Config) -> dict[str, str]:
-    """Settings (or sections) without effect in this job -> the reason, to complete "... has no effect"."""
-    a = config.algorithm
-    rules: list[tuple[bool, str, Collection[str]]] = [
-        (
-            a.advantage != "gae",
-            f"with algorithm.advantage={a.advantage}, which has no critic",
-            ("critic", "algorithm.gamma", "algorithm.lambda_critic", "algorithm.lambda_policy", "algorithm.lambda_alpha"),
-        ),
-        (a.advantage != "running_mean", f"with algorithm.advantage={a.advantage}", ("algorithm.running_mean_decay",)),
-        (a.policy_loss == "reinforce", "with algorithm.policy_loss=reinforce", ("algorithm.clip_low", "algorithm.clip_high")),
-        (a.policy_loss != "ppo_clip", f"with algorithm.policy_loss={a.policy_loss}", ("algorithm.clip_dual",)),
-        (a.rollout_is is None, "with algorithm.rollout_is=null", ("algorithm.rollout_is_threshold",)),
-        (a.lambda_policy != "adaptive", "with a fixed algorithm.lambda_policy", ("algorithm.lambda_alpha",)),
-        (
-            config.task.name in GENERATED_TASKS and config.task.name != "reasoning_gym",
-            f"with task.name={config.task.name}, which rewards answers itself",
-            [f"task.{key}" for key in REWARD_SETTINGS],
-        ),
-        *unused_by_task(config.task),
-        (
-            config.rollout.engine != "sglang",
-            f"with rollout.engine={config.rollout.engine}",
-            ("rollout.server_urls", "rollout.weights_dir"),
-        ),
-        (config.actor.mode == "full", "with actor.mode=full", ("actor.lora",)),
-        (config.critic.mode == "full", "with critic.mode=full", ("critic.lora",)),
-    ]
-    return {key: reason for applies, reason, keys in rules if applies for key in keys}
 
 
 def parse_threshold(value: Any, key: str) -> tuple[float | None, float]:

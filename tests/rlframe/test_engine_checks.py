@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from rlframe.config import Config, ConfigError, ModelConfig, engine_checks
-from rlframe.config.checks import check, unused
+from rlframe.config.checks import check
 from rlframe.config.engine_checks import ENGINE_OWNED, SEEDS, check_arguments, check_context, check_installed, longest_context
+from rlframe.config.unused import unused
 from rlframe.models import resolve_model
 
 ADDRESSES = ["http://a:30000", "http://b:30000"]

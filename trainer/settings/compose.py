@@ -23,7 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from rlframe.config import Config, ConfigError
-from rlframe.config.checks import check, unused
+from rlframe.config.checks import check
+from rlframe.config.unused import unused
 from trainer.settings.overrides import Given, example, inside_dictionary, parse, settings, unknown, wanted_type
 from trainer.settings.presets import configs_dir
 from trainer.settings.redact import hidden_names, without_secrets

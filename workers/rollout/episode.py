@@ -66,9 +66,10 @@ class _Rows:
             self.parts.setdefault(name, []).append(array)
         self.length += len(arrays["tokens"])
 
-    def arrays(self) -> dict[str, Any]:
-        """One array per field."""
-        return {name: np.concatenate(parts) for name, parts in self.parts.items()}
+    def trajectory(self, prompt: Prompt, finish: Finish, metadata: dict[str, Any]) -> Trajectory:
+        """What has grown, whole."""
+        arrays: dict[str, Any] = {name: np.concatenate(parts) for name, parts in self.parts.items()}
+        return Trajectory(**arrays, finish=finish, prompt_id=prompt.id, index=prompt.index, env=prompt.env, metadata=metadata)
 
 
 async def sample_turn(engine: Engine, tokens: np.ndarray, params: SamplingParams) -> Completion:
@@ -200,11 +201,4 @@ async def run_episode(
         rows.observe(observation.astype(np.int32))
     assert rows is not None
     with blame(Kind.ENGINE):
-        return Trajectory(
-            **rows.arrays(),
-            finish=finish,
-            prompt_id=prompt.id,
-            index=prompt.index,
-            env=prompt.env,
-            metadata=metadata | {"turns": turn + 1},
-        )
+        return rows.trajectory(prompt, finish, metadata | {"turns": turn + 1})
