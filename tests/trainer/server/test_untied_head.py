@@ -21,7 +21,7 @@ def untied(tmp_path_factory):
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
-    server = LocalServer(tmp_path_factory.mktemp("server"), f"model.path={folder}")
+    server = LocalServer(tmp_path_factory.mktemp("server"), f"model.path={folder}", "rollout.max_model_len=512")
     yield server
     server.stop()
 
