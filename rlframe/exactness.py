@@ -12,6 +12,7 @@ import functools
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ SCALES = (0.5, 1.25)
 LENGTHS = (13, 5, 29, 17)
 """Tokens of the trajectories: below and above the windows, chunks and original context lengths of the copy. A long one comes
 before a shorter one, so that what a pass leaves behind shows."""
+KERNELS = ("sdpa", "eager", "flex_attention")
+"""Attention implementations of transformers, beside the flash kernels."""
 MOST_PARAMETERS = 2e8
 """A copy above this is not built."""
 
@@ -69,6 +72,10 @@ def examine(config: PreTrainedConfig, attn_implementation: str, trust_remote_cod
     Raises:
         ConfigError: no copy can be built, or our forward differs from transformers' by more than `ALONE`; says the number.
     """
+    if attn_implementation not in KERNELS and "flash" not in attn_implementation:
+        raise ConfigError(
+            f"model.attn_implementation={attn_implementation} is not known; choose {', '.join(KERNELS)} or a flash kernel."
+        )
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
     return _examine(_Keyed(key, config), attn_implementation, trust_remote_code)
 
@@ -240,7 +247,12 @@ def _mixing(forward: PackedForward, trajectories: list[np.ndarray]) -> float:
         return _mixing_now(forward, trajectories)
     except RuntimeError:  # products of float32 and float64
         model.float()
-        return _mixing_now(forward, trajectories)
+        try:
+            return _mixing_now(forward, trajectories)
+        except Exception:  # it cannot take several; each architecture says so in its own way
+            return math.inf
+    except Exception:
+        return math.inf
     finally:
         model.float()
 
@@ -321,25 +333,32 @@ _EXPRESSIONS: tuple[Callable[[float, float], float], ...] = (
 """How settings scale logits: as they are, inverted, or against the hidden size (muP)."""
 
 
+_OUTPUT = re.compile("logit|lm_head|output_mult|mup|dim_model_base")
+"""Names of settings that scale logits."""
+
+
 def _as_setting(factor: float, settings: dict[str, float], small: dict[str, float]) -> float | None:
     """The factor of the model itself: 1, or the expression of a setting that in the small copy equals ``factor``."""
     if abs(factor - 1) <= 1e-5:
         return 1.0
+    hidden, small_hidden = settings.get("hidden_size", 1.0), small.get("hidden_size", 1.0)
     for name, value in small.items():
-        for expression in _EXPRESSIONS:
-            if abs(expression(value, small.get("hidden_size", 1.0)) - factor) <= 1e-5 * abs(factor):
-                return expression(settings[name], settings.get("hidden_size", 1.0))
+        # Sizes of the copy are numbers that many settings share: only settings of the output, or ones that the copy keeps.
+        expressions = _EXPRESSIONS if _OUTPUT.search(name) else _EXPRESSIONS[:2] if settings[name] == value else ()
+        for expression in expressions:
+            if abs(expression(value, small_hidden) - factor) <= 1e-5 * abs(factor):
+                return expression(settings[name], hidden)
     return None
 
 
 def _numbers(config: PreTrainedConfig) -> dict[str, float]:
-    """The positive numbers of a configuration, fractions and floats before sizes."""
+    """The positive numbers of a configuration, those of the output first."""
     items = [
         (name, float(value))
         for name, value in config.to_dict().items()
         if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     ]
-    return dict(sorted(items, key=lambda item: isinstance(config.to_dict()[item[0]], int)))
+    return dict(sorted(items, key=lambda item: not _OUTPUT.search(item[0])))
 
 
 @contextmanager

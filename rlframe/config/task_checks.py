@@ -28,7 +28,7 @@ def check_task(config: Config) -> None:
 
 
 def unused_by_task(task: TaskConfig) -> list[tuple[bool, str, Collection[str]]]:
-    """Whether, why and which settings have no effect with this task, as `rlframe.config.checks.unused` wants them."""
+    """Whether, why and which settings have no effect with this task, as `rlframe.config.unused.unused` wants them."""
     name = f"with task.name={task.name}"
     generated = task.name in GENERATED_TASKS
     return [

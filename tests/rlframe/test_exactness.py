@@ -178,3 +178,28 @@ def test_an_eight_billion_model_is_examined_in_little_memory() -> None:
     )
     verdict = examine(config, "sdpa")
     assert verdict.packs and verdict.alone < 1e-4 and verdict.packed < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "scale"),
+    [
+        ("granite", {"hidden_size": 2048, "num_attention_heads": 32, "logits_scaling": 8}, 1 / 8),
+        ("granite", {"hidden_size": 2048, "num_attention_heads": 32, "logits_scaling": 3}, 1 / 3),
+        ("granite", {"hidden_size": 2048, "num_attention_heads": 32, "logits_scaling": 16.0}, 1 / 16),
+        ("cohere", {"logit_scale": 0.0625}, 0.0625),
+        (
+            "minicpm3",
+            {"hidden_size": 2304, "num_attention_heads": 36, "num_hidden_layers": 40, "dim_model_base": 256},
+            256 / 2304,
+        ),
+        ("qwen3", {}, 1.0),
+    ],
+)
+def test_the_scale_of_logits_is_the_models_and_not_the_small_copys(name: str, options: dict, scale: float) -> None:
+    """Sizes of the copy equal settings by accident; the scale must be that of the architecture's documentation."""
+    assert examine(AutoConfig.for_model(name, **options), "sdpa").final.scale == pytest.approx(scale, rel=1e-12)
+
+
+def test_an_attention_implementation_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"attn_implementation=spda is not known; choose sdpa, eager"):
+        examine(AutoConfig.for_model("llama"), "spda")

@@ -43,7 +43,7 @@ def actors(cluster, job_id: str) -> dict[str, list[str]]:
 
 
 def test_pools_on_three_nodes(cluster):
-    out = cluster.call("python", str(ROOT / "tests" / "trainer" / "pool_checks.py"), cluster.head, cluster.dashboard)
+    out = cluster.call("python", str(ROOT / "tests" / "support" / "pool_checks.py"), cluster.head, cluster.dashboard)
     found = json.loads(out.splitlines()[-1])
     assert re.match(r"The job asks for 10 CPUs \(actor.ranks=9 x .* has 8; lower one of these settings\.$", found["too_much"])
     assert "1 x learner (5 CPU each) and 1 x rollout (1 CPU each) cannot be placed on the nodes" in found["too_large"]

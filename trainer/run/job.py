@@ -236,7 +236,7 @@ async def work(
         tracker.say(f"{config.name}: {config.model.name} on {config.task.name}, {run_dir}")
         for note in inputs.notes:
             tracker.say(note)
-        inputs.stream.position = 0
+        inputs.stream.position, inputs.stream.returned = 0, []
         controller = await start_workers(config, inputs, run_dir, tracker, pools)
         if checkpoint:
             await controller.learner.load(str(checkpoint))

@@ -331,8 +331,8 @@ class RolloutWorker:
                 await self.engine.health()
         except TimeoutError:
             self._engine_fault = Fault(Kind.ENGINE, f"The engine did not say within {HEALTH_S:g} s that it lives.")
-        except EngineDeadError as error:
-            self._engine_fault = Fault(Kind.ENGINE, str(error))
+        except Exception as error:  # an engine that cannot say that it lives serves no more
+            self._engine_fault = Fault(Kind.ENGINE, str(error) if isinstance(error, EngineDeadError) else describe(error))
 
     def _enter(self) -> None:
         if self._in_flight == 0:
