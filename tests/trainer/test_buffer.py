@@ -3,6 +3,7 @@
 import asyncio
 import heapq
 import random
+from collections import OrderedDict
 
 import pytest
 from hypothesis import given, settings
@@ -272,16 +273,40 @@ class Counted:
         return heapq.heappop(heap)
 
 
+def watched(kind, examined):
+    """``kind``, a container, that adds to ``examined`` whatever an iteration over it looks at."""
+
+    class Watched(kind):
+        def _watch(self, items):
+            for item in items:
+                examined.append(item)
+                yield item
+
+        def __iter__(self):
+            return self._watch(super().__iter__())
+
+        def values(self):
+            return self._watch(super().values())
+
+        def items(self):
+            return self._watch(super().items())
+
+    return Watched
+
+
 @pytest.mark.parametrize("prompts", [64, 512])
 @pytest.mark.parametrize("share", [0, 3])
 def test_a_slot_costs_the_same_however_many_there_are(monkeypatch, prompts, share):
-    """Into two heaps and out of them, once each; nothing looks at all slots, though the learner waits all the time."""
-    counted = Counted()
-    monkeypatch.setattr(buffer_module, "heapq", counted)
-    monkeypatch.setattr(Buffer, "slots", None)
+    """Into two heaps and out of them, once each, and looked at twice; though the learner waits all the time."""
+    counted, examined = Counted(), []
+    monkeypatch.setattr(buffer_module, "heapq", counted, raising=False)
 
     async def scenario():
         buffer = Buffer(prompts, max_staleness=4, window=share * prompts)
+        for name, value in vars(buffer).items():
+            if isinstance(value, dict | list):
+                kind = OrderedDict if isinstance(value, OrderedDict) else type(value)
+                setattr(buffer, name, watched(kind, examined)(value))
         order, waiting = random.Random(0), []
         for _ in range(3):
             taking = asyncio.create_task(buffer.take())
@@ -294,7 +319,19 @@ def test_a_slot_costs_the_same_however_many_there_are(monkeypatch, prompts, shar
         return buffer._next
 
     admitted = asyncio.run(scenario())
-    assert 0 < counted.moves <= 4 * admitted
+    assert counted.moves <= 4 * admitted and len(examined) <= 2 * admitted
+
+
+def test_batches_that_are_in_training_together_are_released_together():
+    async def scenario():
+        buffer = Buffer(prompts_per_step=1, max_staleness=2)
+        for prompt in "abc":
+            buffer.finish(buffer.put(prompt), "done")
+        assert [(await buffer.take())[0].prompt for _ in range(2)] == ["a", "b"]
+        buffer.release()
+        assert [slot.prompt for slot in buffer.slots(*State)] == ["c"] and buffer.free == 2
+
+    asyncio.run(scenario())
 
 
 def test_a_slot_with_its_rollouts_cannot_be_dropped():

@@ -179,8 +179,9 @@ class Buffer(Generic[P, R]):
         await self._wait_for(lambda: self._closed or len(self._ready) >= self.prompts_per_step)
         if self._closed:
             return []
-        self._training = [heapq.heappop(self._ready) for _ in range(self.prompts_per_step)]
-        batch = [self._slots[number] for number in self._training]
+        numbers = [heapq.heappop(self._ready) for _ in range(self.prompts_per_step)]
+        self._training += numbers
+        batch = [self._slots[number] for number in numbers]
         for slot in batch:
             slot.state = State.TRAINING
         return batch
