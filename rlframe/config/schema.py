@@ -396,7 +396,8 @@ class Config:
     """Policy versions that a trajectory may lag when it is trained on; 0: synchronous."""
     reorder_window: int = 0
     """Prompts by which training may run ahead of the oldest unfinished rollout, so that a slow one does not hold up the batch;
-    they are taken from the prompts in flight, so that ``max_staleness`` holds. 0: strict order of admission."""
+    they are taken from the prompts in flight, so that ``max_staleness`` holds. Short answers then train first, and fresher than
+    long ones. 0: strict order of admission."""
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
