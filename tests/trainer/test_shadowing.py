@@ -66,7 +66,7 @@ def test_our_own_checkout_is_not_foreign():
 
 WHAT_RAY_DOES = """
 import ray
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
 @ray.remote
 def where():
     import workers
