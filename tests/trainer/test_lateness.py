@@ -14,7 +14,7 @@ def words(overrides, *means):
 def test_it_is_said_once_after_ten_steps_in_a_row():
     steps, advice = words(["max_staleness=4", "batch_size=256"], *[4.0] * 9, 3.9, *[4.0] * 40)
     assert steps == [19]
-    assert "max_staleness=4 versions late" in advice and "reorder_window=768 (at most 1024)" in advice
+    assert "max_staleness=4 versions late" in advice and "reorder_window=512 (at most 1024)" in advice
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_it_is_not_said_where_nothing_can_be_changed(overrides):
 
 
 def test_groups_count_as_one_prompt():
-    assert "reorder_window=24 (at most 32)" in words(["algorithm=grpo", "max_staleness=2", "batch_size=128"])[1]
+    assert "reorder_window=16 (at most 32)" in words(["algorithm=grpo", "max_staleness=2", "batch_size=128"])[1]

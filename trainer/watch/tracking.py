@@ -125,7 +125,7 @@ class Lateness:
         self._room = room - config.reorder_window
         self.advice = (
             f"Rollouts wait: for {self.STEPS} steps all were trained on max_staleness={self._bound} versions late. "
-            f"reorder_window={room * 3 // 4} (at most {room}) keeps that many fewer in flight and trains on fresher "
+            f"reorder_window={room // 2} (at most {room}) keeps that many fewer in flight and trains on fresher "
             "ones, which can cost speed; or lower max_staleness."
         )
 
