@@ -94,7 +94,7 @@ def small_copies(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConf
                 _no_special_tokens(owner)
             for part in fields.values():
                 if isinstance(part, dict) and part is not text:  # towers for images and sound
-                    _put(part, _LAYERS + " depth", 1)
+                    _put(part, _LAYERS + " depth num_blocks", 1)
                     _put(part, "intermediate_size", _INNER)
             small = type(config).from_dict(fields)
         except Exception:  # configurations validate themselves, each in its own way

@@ -26,7 +26,8 @@ LONGROPE = {
 
 
 def window(size: int) -> dict[str, int]:
-    return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": 0}
+    """Qwen2-MoE slides in every other layer *below* ``max_window_layers`` (dense Qwen2: above)."""
+    return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": 2}
 
 
 TRAPS = {
