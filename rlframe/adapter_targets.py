@@ -7,24 +7,21 @@ model calls the layer at all instead of reading its weight. Adapters themselves 
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from peft import LoraConfig as PeftConfig
 from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlframe.small_copy import small_copies
+from rlframe.small_copy import Keyed, NoCopy, first_that_runs
 
 _TOKENS = 48
 """Enough for every expert of a copy to get some."""
-_MOST_PARAMETERS = 2e8
 
 
 def unfit(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -34,8 +31,7 @@ def unfit(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, 
         model: any instance, on any device; only its class and configuration are used.
         layers: path -> linear layer (or what derives from one) of it.
     """
-    key = json.dumps([type(model).__qualname__, model.config.to_dict()], sort_keys=True, default=str)
-    run = _run_by_text(_Key(key, type(model), model.config))
+    run = _run_by_text(Keyed.of(model.config, type(model)))
     found = {}
     for path, layer in layers.items():
         if not is_linear(layer):
@@ -82,33 +78,19 @@ def _kind(path: str) -> str:
     return re.sub(r"\b\d+\b", "#", path)
 
 
-class _Key:
-    """A model's class and configuration, as the key of a cache."""
-
-    def __init__(self, text: str, kind: Any, config: Any) -> None:
-        self.text, self.kind, self.config = text, kind, config
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.text == other.text
-
-
 @functools.lru_cache(maxsize=64)
-def _run_by_text(key: _Key) -> frozenset[str] | None:
+def _run_by_text(keyed: Keyed) -> frozenset[str] | None:
     """Kinds of the linear layers whose ``forward`` a pass over tokens calls, from a small copy; None where none can be run."""
-    for _, config in small_copies(key.config):
+
+    def build(config: PreTrainedConfig) -> PreTrainedModel:
+        torch.manual_seed(0)
+        return keyed.kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+    with torch.random.fork_rng(devices=[]):
         try:
-            with torch.device("meta"):
-                outline = key.kind._from_config(config, attn_implementation="eager")
-            if sum(parameter.numel() for parameter in outline.parameters()) <= _MOST_PARAMETERS:
-                with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(0)
-                    return _called(key.kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval())
-        except Exception:  # architectures fail in their own ways; the next copy may run
-            continue
-    return None
+            return first_that_runs(keyed.config, build, _called)[2]
+        except NoCopy:
+            return None
 
 
 @torch.no_grad()

@@ -250,7 +250,7 @@ class Backbone:
 
 
 def _agreed(ranks: Ranks, config: PreTrainedConfig, attn_implementation: str, trust_remote_code: bool) -> Verdict:
-    """The verdict of rank 0 on every rank, though machines may round differently."""
+    """A verdict for all ranks: they pack only if each of them found that it may, since machines may round differently."""
     found: list[Verdict] = []
     ranks.together(lambda: found.append(examine(config, attn_implementation, trust_remote_code)))
     (verdict,) = found

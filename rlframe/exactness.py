@@ -1,7 +1,7 @@
 """Is an architecture computed here as transformers computes it? Found out on a small float32 copy, before weights are loaded.
 
 The reference is the model's own forward with eager attention, one trajectory at a time. Compared are the log-probabilities of
-our forward (`rlframe.backbone`) for trajectories alone and packed, of lengths on both sides of every window, chunk and original
+our forward (`rlframe.forward`) for trajectories alone and packed, of lengths on both sides of every window, chunk and original
 context of the copy, under weights of several scales. Kernels are tried in turn; the first that is exact is used.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import logging
 import math
 import re
@@ -27,7 +26,7 @@ from rlframe import attention
 from rlframe.config import ConfigError
 from rlframe.forward import Body, FinalLogits, PackedForward
 from rlframe.losses.base import LMHead
-from rlframe.small_copy import small_copies
+from rlframe.small_copy import Keyed, NoCopy, first_that_runs
 
 ALONE = 1e-4
 """Largest difference of a log-probability, nats, between a trajectory alone and transformers' eager forward."""
@@ -40,8 +39,6 @@ LENGTHS = (13, 5, 29, 17)
 before a shorter one, so that what a pass leaves behind shows."""
 KERNELS = ("sdpa", "eager", "flex_attention")
 """Attention implementations of transformers, beside the flash kernels."""
-MOST_PARAMETERS = 2e8
-"""A copy above this is not built."""
 
 
 @dataclass(frozen=True)
@@ -76,26 +73,11 @@ def examine(config: PreTrainedConfig, attn_implementation: str, trust_remote_cod
         raise ConfigError(
             f"model.attn_implementation={attn_implementation} is not known; choose {', '.join(KERNELS)} or a flash kernel."
         )
-    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return _examine(_Keyed(key, config), attn_implementation, trust_remote_code)
-
-
-@dataclass(frozen=True)
-class _Keyed:
-    """A configuration that can be a key of a cache."""
-
-    key: str
-    config: Any = None
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keyed) and self.key == other.key
+    return _examine(Keyed.of(config), attn_implementation, trust_remote_code)
 
 
 @functools.lru_cache(maxsize=64)
-def _examine(keyed: _Keyed, attn_implementation: str, trust_remote_code: bool) -> Verdict:
+def _examine(keyed: Keyed, attn_implementation: str, trust_remote_code: bool) -> Verdict:
     config = keyed.config
     name = config.architectures[0] if config.architectures else type(config).__name__
     with _quiet():
@@ -131,24 +113,18 @@ def _kernels(config: PreTrainedConfig, asked: str) -> list[str]:
 
 def _reference(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> tuple[PreTrainedConfig, PreTrainedModel]:
     """The first small copy that transformers builds and runs, and its model with eager attention."""
-    reason = "no smaller configuration of it is valid"
-    for _, small in small_copies(config):
-        try:
-            with torch.device("meta"):
-                outline = _build(small, "eager", trust_remote_code)
-            count = sum(parameter.numel() for parameter in outline.parameters())
-            if count > MOST_PARAMETERS:
-                reason = f"its smallest copy has {count / 1e6:.0f} million parameters"
-                continue
-            model = _build(small, "eager", trust_remote_code)
-            _randomise(model, SCALES[0])
-            _logits(model, np.arange(LENGTHS[0]) % small.get_text_config().vocab_size)
-            return small, model
-        except ConfigError:
-            raise
-        except Exception as error:  # architectures fail in their own ways; the last reason is reported
-            reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
-    raise ConfigError(f"{name} cannot be checked against transformers, because no small copy of it runs ({reason}).")
+
+    def run(model: PreTrainedModel) -> None:
+        _randomise(model, SCALES[0])
+        _logits(model, np.arange(LENGTHS[0]) % model.config.get_text_config().vocab_size)
+
+    try:
+        small, model, _ = first_that_runs(config, lambda small: _build(small, "eager", trust_remote_code), run)
+    except NoCopy as reason:
+        raise ConfigError(
+            f"{name} cannot be checked against transformers, because no small copy of it runs ({reason})."
+        ) from None
+    return small, model
 
 
 def _build(config: PreTrainedConfig, kernel: str, trust_remote_code: bool) -> PreTrainedModel:
@@ -159,7 +135,7 @@ def _build(config: PreTrainedConfig, kernel: str, trust_remote_code: bool) -> Pr
 
 
 def _randomise(model: PreTrainedModel, scale: float) -> None:
-    """Weights that depend on their names' order and ``scale`` alone: matrices N(0, scale^2 / columns), vectors a little off."""
+    """Give a model weights of a certain size: matrices become N(0, scale^2 / columns), vectors move by N(0, (scale / 10)^2)."""
     generator = torch.Generator().manual_seed(0)
     seen = set()
     for parameter in model.parameters():
@@ -195,7 +171,7 @@ def _check_causal(model: PreTrainedModel, name: str) -> None:
     kept = len(tokens) // 2
     other = np.concatenate([tokens[:kept], tokens[kept:][::-1]])
     _randomise(model, SCALES[-1])
-    first, second = (_logits(copy.deepcopy(model), each)[:kept].log_softmax(-1) for each in (tokens, other))
+    first, second = (_logits(model, each)[:kept].log_softmax(-1) for each in (tokens, other))
     difference = float((first - second).abs().max())
     if not difference <= ALONE:
         raise ConfigError(
@@ -241,32 +217,27 @@ _TOGETHER = ((0, 1, 2, 3), (1, 1), (3, 0))
 
 def _mixing(forward: PackedForward, trajectories: list[np.ndarray]) -> float:
     """Largest difference between trajectories packed and alone, in float64 where the model runs in it, without rounding."""
-    model = forward.body.model
-    try:
-        model.double()
-        model.set_experts_implementation("eager")  # grouped products have no float64; experts mix no tokens either way
-        return _mixing_now(forward, trajectories)
-    except RuntimeError:  # products of float32 and float64
-        model.float()
+    model: Any = forward.body.model
+    for dtype in (torch.float64, torch.float32):
         try:
+            model.to(dtype)
+            model.set_experts_implementation("eager")  # grouped products have no float64; experts mix no tokens either way
             return _mixing_now(forward, trajectories)
+        except RuntimeError:  # products of float32 and float64
+            continue
         except Exception:  # it cannot take several; each architecture says so in its own way
-            return math.inf
-    except Exception:
-        return math.inf
-    finally:
-        model.float()
+            break
+        finally:
+            model.float()
+    return math.inf
 
 
 def _mixing_now(forward: PackedForward, trajectories: list[np.ndarray]) -> float:
     worst = 0.0
-    try:
-        alone = [_logprobs(forward, [tokens]) for tokens in trajectories]
-        for parts in _TOGETHER:
-            together = _logprobs(forward, [trajectories[i] for i in parts])
-            worst = _worse(worst, together, torch.cat([alone[i] for i in parts]))
-    except (ValueError, IndexError, TypeError, NotImplementedError):  # positions that restart are refused
-        return math.inf
+    alone = [_logprobs(forward, [tokens]) for tokens in trajectories]
+    for parts in _TOGETHER:
+        together = _logprobs(forward, [trajectories[i] for i in parts])
+        worst = _worse(worst, together, torch.cat([alone[i] for i in parts]))
     return worst
 
 

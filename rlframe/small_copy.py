@@ -8,10 +8,13 @@ here; what is done with the copy is in `rlframe.exactness`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard, TypeVar
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
 WINDOW = 6
 """Tokens of a sliding window or chunk in the copy."""
@@ -71,19 +74,69 @@ _CONTEXTS = "max_position_embeddings n_positions n_ctx max_seq_len context_lengt
 _PERIODS = ("_interval", "_period", "_pattern", "_frequency", "_freq", "sparse_step", "layer_step", "_offset")
 
 
+MOST_PARAMETERS = 2e8
+"""A copy above this is not built."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A configuration, and whatever goes with it, as the key of a cache; equal where ``key`` is."""
+
+    key: str
+    config: Any = field(compare=False)
+    kind: Any = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, kind: Any = None) -> Keyed:
+        """By the configuration's contents, and the name of the class ``kind``."""
+        name = getattr(kind, "__qualname__", None)
+        return cls(json.dumps([name, config.to_dict()], sort_keys=True, default=str), config, kind)
+
+
+class NoCopy(Exception):
+    """No small copy can be built and run; the message is the last reason, to stand in parentheses."""
+
+
+def first_that_runs(
+    config: PreTrainedConfig,
+    build: Callable[[PreTrainedConfig], PreTrainedModel],
+    run: Callable[[PreTrainedModel], T],
+    most: float = MOST_PARAMETERS,
+) -> tuple[PreTrainedConfig, PreTrainedModel, T]:
+    """The first small copy that ``build`` builds and ``run`` runs, its model, and what ``run`` returned.
+
+    Raises:
+        NoCopy: there is none of at most ``most`` parameters.
+    """
+    reason = "no smaller configuration of it is valid"
+    for small in small_copies(config):
+        try:
+            with torch.device("meta"):
+                count = sum(parameter.numel() for parameter in build(small).parameters())
+            if count > most:
+                reason = f"its smallest copy has {count / 1e6:.0f} million parameters"
+                continue
+            model = build(small)
+            return small, model, run(model)
+        except Exception as error:  # architectures fail in their own ways; the last reason is reported
+            reason = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+    raise NoCopy(reason)
+
+
 Fields = dict[str, Any]
 """A configuration as its ``to_dict`` gives it."""
 
 
-def small_copies(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Copies of ``config`` to try in turn, and what was made small: the first that can be built and run is the one to use.
+def small_copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Copies of ``config`` to try in turn, the smallest first; see `first_that_runs`.
 
     A step that does not fit the configuration skips its copy. The original is not changed.
     """
-    for what, steps in (
-        ("sizes, lengths and layers", (_shrink_layers, _shrink_lengths, _shrink_sizes)),
-        ("vocabulary, lengths and layers", (_shrink_layers, _shrink_lengths, _shrink_vocabulary)),
-        ("vocabulary and layers", (_shrink_layers, _shrink_vocabulary)),
+    for steps in (
+        (_shrink_layers, _shrink_lengths, _shrink_sizes),
+        (_shrink_layers, _shrink_lengths, _shrink_vocabulary),
+        (_shrink_layers, _shrink_vocabulary),
     ):
         fields = copy.deepcopy(config.to_dict())
         text = _text_fields(config, fields)
@@ -100,7 +153,7 @@ def small_copies(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConf
         except Exception:  # configurations validate themselves, each in its own way
             continue
         small._name_or_path = config._name_or_path
-        yield what, small
+        yield small
 
 
 def _text_fields(config: PreTrainedConfig, fields: Fields) -> Fields:

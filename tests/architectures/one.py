@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -25,7 +25,7 @@ from rlframe.backbone import Backbone
 from rlframe.config import ConfigError, LoraConfig, OptimConfig
 from rlframe.losses.logprobs import LogProbs
 from rlframe.sessions import Session, SessionSpec
-from rlframe.small_copy import small_copies
+from rlframe.small_copy import NoCopy, first_that_runs
 from rlframe.types import Batch, Trajectory
 from workers.engines.protocol import SamplingParams, WeightUpdate
 from workers.engines.torch.engine import TorchEngine
@@ -44,29 +44,25 @@ def build(kind: str, folder: Path, wide: bool = False) -> PreTrainedModel:
     Raises:
         ConfigError: no small copy of its default configuration can be built and run.
     """
-    reason = "no small copy of its default configuration is valid"
-    for _, config in small_copies(CONFIG_MAPPING[kind]()):
-        try:
-            if wide:
-                config.head_dim = 32
-            with torch.device("meta"):
-                outline = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-            count = sum(parameter.numel() for parameter in outline.parameters())
-            if count > MOST_PARAMETERS:
-                reason = f"its smallest copy has {count / 1e6:.0f} million parameters"
-                continue
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.ndim > 1:
-                        parameter.normal_(0, 0.8 / parameter.shape[-1] ** 0.5)
-                model(input_ids=torch.arange(1, 14)[None], use_cache=False)
-            model.save_pretrained(folder)
-            return model
-        except Exception as error:
-            reason = sentence(error)
-    raise ConfigError(reason)
+
+    def tiny(config: PreTrainedConfig) -> PreTrainedModel:
+        if wide:
+            config.head_dim = 32
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def run(model: PreTrainedModel) -> None:
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.8 / parameter.shape[-1] ** 0.5)
+        model(input_ids=torch.arange(1, 14)[None], use_cache=False)
+        model.save_pretrained(folder)
+
+    try:
+        return first_that_runs(CONFIG_MAPPING[kind](), tiny, run, MOST_PARAMETERS)[1]
+    except NoCopy as reason:
+        raise ConfigError(str(reason)) from None
 
 
 def sentence(error: Exception) -> str:

@@ -8,22 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlframe.config import ConfigError
 from rlframe.session_export import export
 from tests.support.session_cases import SHAPE, load, randomise, spec
+from tests.support.tiny_models import DEEPSEEK_V3
 
-DEEPSEEK = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
-    "head_dim": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 8,
-    "first_k_dense_replace": 1,
-}
 STORED = {"deepseek_v3": "e_score_correction_bias", "apertus": "act_fn.beta", "biogpt": "embed"}
 """A tensor that each folder holds; the last model does not name its blocks."""
 
@@ -32,7 +18,7 @@ STORED = {"deepseek_v3": "e_score_correction_bias", "apertus": "act_fn.beta", "b
 @pytest.mark.parametrize("name", STORED)
 def test_a_merged_folder_has_every_tensor_of_the_original(name, kind, tmp_path):
     torch.manual_seed(0)
-    shape = {**SHAPE, **(DEEPSEEK if name == "deepseek_v3" else {})}
+    shape = {**SHAPE, **({**DEEPSEEK_V3, "head_dim": 4} if name == "deepseek_v3" else {})}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **shape, pad_token_id=0))
     with torch.no_grad():
         for buffer_name, buffer in model.named_buffers():

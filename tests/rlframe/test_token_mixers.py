@@ -11,10 +11,10 @@ from rlframe.config import ConfigError
 from rlframe.model_setup import blocks
 from rlframe.token_mixers import ALL_ATTENTION, token_mixers
 from tests.support.session_cases import SHAPE, Value, load, make_batch, spec
+from tests.support.tiny_models import EXPERTS, GATED_DELTA, MLA
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
-DELTA_NET = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-HYBRID = {"layer_types": ["linear_attention", "full_attention"], **DELTA_NET}
+MIXTURE = {**EXPERTS, "shared_expert_intermediate_size": 8}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], **GATED_DELTA}
 ARCHITECTURES = {
     "llama": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
@@ -23,8 +23,8 @@ ARCHITECTURES = {
     "bloom": {"n_layer": 2, "n_head": 4},
     "opt": {"ffn_dim": 32, "word_embed_proj_dim": 32},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
-    "qwen3_moe": EXPERTS,
-    "qwen3_next": {**EXPERTS, **HYBRID},
+    "qwen3_moe": MIXTURE,
+    "qwen3_next": {**MIXTURE, **HYBRID},
     "qwen3_5_text": HYBRID,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8},
@@ -37,11 +37,7 @@ ARCHITECTURES = {
         "n_routed_experts": 4,
         "moe_topk": 2,
         "zero_expert_num": 1,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
+        **MLA,
         "head_dim": 4,
         "num_key_value_heads": 4,
     },

@@ -13,7 +13,7 @@ from workers.faults import Fault, Kind
 from workers.rollout.worker import Collected
 
 LEAST_IN_A_ROW = 8
-"""A run does not end before so many prompts in a row gave nothing."""
+"""A run does not end before all rollouts of so many prompts in a row failed."""
 
 
 @dataclass(frozen=True)

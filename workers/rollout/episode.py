@@ -15,6 +15,7 @@ import numpy as np
 from rlframe.types import Finish, Prompt, Trajectory
 from workers.engines.protocol import Completion, Engine, SamplingParams
 from workers.environments.base import Environment, FatalRewardError, RewardError, StepResult
+from workers.environments.checks import token_fault
 from workers.faults import EpisodeFailed, Fault, Kind, blame
 
 
@@ -100,8 +101,8 @@ def _check(prompt: Prompt, length: int, tokens: np.ndarray, max_model_len: int, 
     reason = None
     if length >= max_model_len:
         reason = f"has {length} tokens, which leaves no room in rollout.max_model_len={max_model_len}"
-    elif vocabulary is not None and len(unknown := tokens[(tokens < 0) | (tokens >= vocabulary)]):
-        reason = f"has the token {unknown[0]}, but the ids of the model's vocabulary end at {vocabulary - 1}"
+    elif vocabulary is not None and (unknown := token_fault(tokens, vocabulary)) is not None:
+        reason = f"has the token {unknown}, but the ids of the model's vocabulary end at {vocabulary - 1}"
     if reason:
         raise EpisodeFailed(Fault(Kind.REJECTED, f"prompt {prompt.id!r} {reason}"))
 
