@@ -31,11 +31,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlframe.checksum import weights_checksum
-from rlframe.config import Config, ModelConfig
+from rlframe.config import ModelConfig
 from rlframe.models import resolve_model
 from rlframe.types import Batch, Prompt
 from trainer.run.job import train
 from trainer.settings.compose import compose
+from trainer.settings.config import Config
 from workers.engines.protocol import SamplingParams, WeightUpdate
 from workers.environments.base import StepResult
 from workers.rollout.worker import RolloutWorker

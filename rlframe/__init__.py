@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         group_advantages,
         skip_observation_gae,
     )
-    from rlframe.config import AlgorithmConfig, Config, ConfigError
+    from rlframe.config import AlgorithmConfig, ConfigError, LoraConfig, ModelConfig, OptimConfig
     from rlframe.losses.base import LMHead, Loss, LossInputs, LossOutputs
     from rlframe.losses.corrections import Band, Clamp, Rejection, Truncate, Unweighted, WeightRule, rejection, truncation
     from rlframe.losses.functional import PolicyLossOutputs, policy_loss, value_loss
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "rlframe.advantages": "RunningMean adaptive_lambda compute_advantages group_advantages skip_observation_gae",
-    "rlframe.config": "AlgorithmConfig Config ConfigError",
+    "rlframe.config": "AlgorithmConfig ConfigError LoraConfig ModelConfig OptimConfig",
     "rlframe.losses.corrections": "Band Clamp Rejection Truncate Unweighted WeightRule rejection truncation",
     "rlframe.losses.base": "LMHead Loss LossInputs LossOutputs",
     "rlframe.losses.functional": "PolicyLossOutputs policy_loss value_loss",
@@ -51,14 +51,16 @@ __all__ = [
     "Batch",
     "Centering",
     "Clamp",
-    "Config",
     "ConfigError",
     "LMHead",
     "LogProbs",
+    "LoraConfig",
     "Loss",
     "LossInputs",
     "LossOutputs",
     "Metrics",
+    "ModelConfig",
+    "OptimConfig",
     "PolicyLoss",
     "PolicyLossOutputs",
     "Prompt",

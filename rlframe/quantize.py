@@ -14,7 +14,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from rlframe.config.checks import HEAD_MODULES, QUANTIZED
+from rlframe.config import HEAD_MODULES, QUANTIZED
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rlframe.config import TaskConfig
+from workers.environments.settings import TaskConfig
 from workers.environments.wordle import Wordle
 
 WORDS = [

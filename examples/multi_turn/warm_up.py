@@ -17,8 +17,8 @@ import torch
 from game import WORDS, short_wordle
 from torch.nn.functional import cross_entropy
 
-from rlframe.config import TaskConfig
 from rlframe.models.tiny import IGNORE, TinyOptions, warmed_up
+from workers.environments.settings import TaskConfig
 from workers.environments.wordle import Wordle, marked, marks
 
 EVAL_SIZE = 64

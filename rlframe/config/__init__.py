@@ -1,53 +1,24 @@
-"""The configuration of a job: the schema, and which configurations make sense (`rlframe.config.checks`)."""
+"""Settings of the library: the algorithm, adapters, the optimiser and the base model; each beside its checks.
+
+Settings of a job beside these are in `trainer.settings.config`.
+"""
 
 from __future__ import annotations
 
-from rlframe.config.schema import (
-    ENGINE_DTYPES,
-    HELD_OUT,
-    MODEL_DTYPES,
-    PROMPT_FILES,
-    ActorConfig,
-    AlgorithmConfig,
-    CheckpointConfig,
-    ClusterConfig,
-    Config,
-    ConfigError,
-    CriticConfig,
-    EvalConfig,
-    LogConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    RolloutConfig,
-    ServerConfig,
-    TaskConfig,
-    critic_names,
-    eval_size,
-    serves_other_weights,
-)
+from rlframe.config.algorithm import AlgorithmConfig
+from rlframe.config.lora import HEAD_MODULES, LoraConfig
+from rlframe.config.model import MODEL_DTYPES, QUANTIZED, ModelConfig
+from rlframe.config.optim import OptimConfig
+from rlframe.config.validate import SEEDS, ConfigError
 
 __all__ = [
-    "ENGINE_DTYPES",
-    "HELD_OUT",
+    "HEAD_MODULES",
     "MODEL_DTYPES",
-    "PROMPT_FILES",
-    "ActorConfig",
+    "QUANTIZED",
+    "SEEDS",
     "AlgorithmConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
     "ConfigError",
-    "CriticConfig",
-    "EvalConfig",
-    "LogConfig",
     "LoraConfig",
     "ModelConfig",
     "OptimConfig",
-    "RolloutConfig",
-    "ServerConfig",
-    "TaskConfig",
-    "critic_names",
-    "eval_size",
-    "serves_other_weights",
 ]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlframe.config import Config, ConfigError, RolloutConfig
+from rlframe.config import ConfigError
 from rlframe.config.engine_arguments import declared, fits
 
-SEEDS = 2**32
-"""Seeds are below this, which Python, numpy, torch and the engines all take."""
+if TYPE_CHECKING:
+    from workers.rollout.settings import RolloutConfig
+    from workers.settings import Config
+
 ENGINE_OWNED = {
     "model": "model.path decides",
     "dtype": "rollout.dtype decides",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlframe.config import ConfigError
-from rlframe.config.checks import parse_threshold
+from rlframe.config.algorithm import parse_threshold
 
 LOG_RATIO_BOUND = 20.0
 """exp(20) is 4.9e8: beyond it a ratio says only that something is wrong, and its square still fits fp32."""

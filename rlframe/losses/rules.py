@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlframe.config import AlgorithmConfig
-from rlframe.config.checks import check_algorithm
+from rlframe.config.algorithm import check_algorithm
 from rlframe.losses.base import PolicyTokenLoss
 from rlframe.losses.cispo import cispo
 from rlframe.losses.corrections import Rejection, WeightRule, rejection, truncation

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rlframe.config import ConfigError
-from rlframe.config.engine_checks import SEEDS
+from rlframe.config import SEEDS, ConfigError
 from rlframe.models.arithmetic import ArithmeticOptions, arithmetic_problems
 from rlframe.models.characters import character_tokenizer
 

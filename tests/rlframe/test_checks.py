@@ -4,10 +4,12 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from rlframe.config import AlgorithmConfig, Config, ConfigError
-from rlframe.config.checks import check, check_algorithm, parse_threshold
+from rlframe.config import AlgorithmConfig, ConfigError
+from rlframe.config.algorithm import check_algorithm, parse_threshold
 from rlframe.losses.policy import PolicyLoss
 from rlframe.losses.rules import POLICY_LOSSES, PolicyRules
+from trainer.settings.checks import check
+from trainer.settings.config import Config
 
 
 def config_with(**settings) -> Config:
@@ -224,7 +226,7 @@ def test_every_setting_of_the_schema_is_documented():
     import ast
     import inspect
 
-    import rlframe.config as module
+    import trainer.settings.config as module
 
     def undocumented(cls):
         body = ast.parse(inspect.getsource(cls)).body[0].body

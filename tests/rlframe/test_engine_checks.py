@@ -20,11 +20,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from rlframe.config import Config, ConfigError, ModelConfig, engine_checks
-from rlframe.config.checks import check
-from rlframe.config.engine_checks import ENGINE_OWNED, SEEDS, check_arguments, check_context, check_installed, longest_context
-from rlframe.config.unused import unused
+from rlframe.config import SEEDS, ConfigError, ModelConfig, engine_checks
+from rlframe.config.engine_checks import ENGINE_OWNED, check_arguments, check_context, check_installed, longest_context
 from rlframe.models import resolve_model
+from trainer.settings.checks import check
+from trainer.settings.config import Config
+from trainer.settings.unused import unused
 
 ADDRESSES = ["http://a:30000", "http://b:30000"]
 

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, Llama4TextConfig, Qwen3MoeConfig
 
 from rlframe.backbone import Backbone
-from rlframe.config import Config, ConfigError, LoraConfig
+from rlframe.config import ConfigError, LoraConfig
 from tests.support.session_cases import EXPERTS, MOE, SHAPE, Policy, load, make_batch, spec
+from trainer.settings.config import Config
 from workers.learner.sessions import check_sessions
 
 LLAMA4 = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 24, "attention_chunk_size": 64}

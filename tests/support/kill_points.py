@@ -13,10 +13,10 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlframe.config import CheckpointConfig
 from tests.support.local_run import run
 from trainer.run.checkpoints import Checkpoints
 from trainer.run.recovery import read_batches
+from trainer.settings.sections import CheckpointConfig
 
 TIMES = ("time/", "perf/", "idle/")
 

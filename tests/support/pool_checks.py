@@ -9,10 +9,11 @@ import sys
 import ray
 from ray.util.placement_group import placement_group_table
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
 from trainer.cluster.placement import plan
 from trainer.cluster.ray_cluster import reserve_pools, start_ray
 from trainer.cluster.submit import Cluster
+from trainer.settings.config import Config
 from workers.learner.rank import LearnerRank
 
 

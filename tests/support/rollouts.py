@@ -6,10 +6,10 @@ import asyncio
 
 import numpy as np
 
-from rlframe.config import Config
 from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
 from tests.support.engines import MAX_MODEL_LEN, prompt_of, save, tiny_model
+from trainer.settings.config import Config
 from workers.environments.base import StepResult
 
 STOPS = tuple(range(40, 64))

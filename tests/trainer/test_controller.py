@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import pytest
 
-from rlframe.config import CheckpointConfig
 from tests.support.kill_points import trained
 from tests.support.local_run import run
 from trainer.run import recovery
 from trainer.run.checkpoints import Checkpoints
 from trainer.settings.presets import presets
+from trainer.settings.sections import CheckpointConfig
 from trainer.watch import glossary
 from workers.rollout.worker import RolloutWorker
 

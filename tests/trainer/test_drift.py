@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
 from trainer.run.config_changes import REFUSED, changes
 from trainer.settings.compose import compose
+from trainer.settings.config import Config
 from trainer.settings.overrides import settings
 
 SAVED = ["seed=1", "batch_size=16", "max_staleness=2"]

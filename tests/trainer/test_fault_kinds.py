@@ -9,13 +9,14 @@ import pytest
 from test_controller import Deaf, numbers
 from test_recovery import save
 
-from rlframe.config import CheckpointConfig, Config
 from tests.support import faults as fault_support
 from tests.support.local_run import run
 from trainer.run import attempts
 from trainer.run.checkpoints import Checkpoints
 from trainer.run.failures import RunFailed, WorkerDied
 from trainer.run.faults import COUNTERS, TREATMENT, as_markdown
+from trainer.settings.config import Config
+from trainer.settings.sections import CheckpointConfig
 from workers.faults import Kind
 from workers.learner.rank import LearnerRank
 from workers.rollout.worker import RolloutWorker

@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_recovery import save
 
-from rlframe.config import CheckpointConfig
 from trainer.run.checkpoints import Checkpoints
 from trainer.run.failures import CheckpointError
+from trainer.settings.sections import CheckpointConfig
 from trainer.watch import samples
 from trainer.watch.step_names import is_step_name
 

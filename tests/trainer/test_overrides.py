@@ -7,9 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rlframe.config import Config, ConfigError
-from rlframe.config.checks import check
+from rlframe.config import ConfigError
+from trainer.settings.checks import check
 from trainer.settings.compose import compose, load_yaml, options, resumed, to_yaml
+from trainer.settings.config import Config
 from trainer.settings.overrides import ALIASES, parse, unknown
 from trainer.settings.overrides import settings as keys
 from trainer.settings.redact import redact_text

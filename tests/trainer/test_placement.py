@@ -12,11 +12,12 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from rlframe.config import Config, ConfigError, LoraConfig
+from rlframe.config import ConfigError, LoraConfig
 from trainer.cluster import placement
 from trainer.cluster.memory import estimate, lora_parameters, read_shape
 from trainer.cluster.placement import critic_names, plan
 from trainer.cluster.ray_cluster import start_ray
+from trainer.settings.config import Config
 
 
 def job(actor: str = "lora", critic: str = "lora", **algorithm) -> Config:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.config import Config, ModelConfig
+from rlframe.config import ModelConfig
 from rlframe.models import resolve_model
 from trainer.cli import main
 from trainer.settings.compose import compose, to_yaml
+from trainer.settings.config import Config
 
 COMMANDS = ["train", "train --dry-run", "resume", "serve"]
 UNTRAINED = "model.build.warmup_steps=0"

@@ -4,8 +4,9 @@ import functools
 
 import pytest
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
 from trainer.settings.compose import compose
+from trainer.settings.config import Config
 from trainer.settings.presets import as_markdown, as_text, presets
 
 TIS, ICEPOP = 2.0, "0.5_5.0"

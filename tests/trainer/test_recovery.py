@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlframe.config import CheckpointConfig
 from rlframe.files import seal
 from rlframe.types import Batch, Trajectory
 from trainer.run.checkpoints import Checkpoints, verify
 from trainer.run.failures import CheckpointError
 from trainer.run.recovery import read_batches, read_state, write_state
+from trainer.settings.sections import CheckpointConfig
 
 
 class Ranks:

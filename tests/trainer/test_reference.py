@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
 from trainer.settings import presets, reference
+from trainer.settings.config import Config
 from trainer.settings.overrides import settings as keys
 from trainer.watch import glossary
 

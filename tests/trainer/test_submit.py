@@ -6,10 +6,11 @@ import subprocess
 import pytest
 import yaml
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
 from trainer.cli import main
 from trainer.cluster.submit import Cluster, resuming, training
 from trainer.settings.compose import to_yaml
+from trainer.settings.config import Config
 from trainer.settings.redact import is_secret
 
 RUN = "run_dir=/shared/runs/a"

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from tests.support.chatml import chatml_tokenizer
 from workers.environments import make_environment
 from workers.environments.chats import Chat
 from workers.environments.rendering import render
+from workers.environments.settings import TaskConfig
 
 USER = {"role": "user", "content": "2+2="}
 ANSWER = {"role": "assistant", "content": "4"}

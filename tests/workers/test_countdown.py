@@ -6,11 +6,12 @@ import itertools
 import numpy as np
 import pytest
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
 from workers.environments import make_environment
 from workers.environments.countdown import CountdownOptions, evaluate, make_problems, verify
+from workers.environments.settings import TaskConfig
 
 TOKENIZER = character_tokenizer()
 

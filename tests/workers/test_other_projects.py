@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
 from workers.environments import make_environment
 from workers.environments.prompt_file import PromptFile
+from workers.environments.settings import TaskConfig
 from workers.rewards.pool import RewardPool, check_reward
 
 TOKENIZER = character_tokenizer()

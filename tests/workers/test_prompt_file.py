@@ -9,11 +9,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
 from workers.environments import make_environment
 from workers.environments.base import FatalRewardError, RewardError
+from workers.environments.settings import TaskConfig
 
 TOKENIZER = character_tokenizer()
 REWARD = """

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rlframe.config import TaskConfig
 from rlframe.models.characters import character_tokenizer
 from rlframe.types import Batch, Prompt
 from tests.support.engines import save, tiny_model
@@ -19,6 +18,7 @@ from trainer.watch.step_metrics import MAX_EXTRAS, eval_metrics, rollout_metrics
 from workers.engines.protocol import SamplingParams
 from workers.engines.torch.engine import TorchEngine
 from workers.environments import make_environment
+from workers.environments.settings import TaskConfig
 from workers.rollout.episode import run_episode
 
 REWARD = """

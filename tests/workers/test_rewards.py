@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
+from workers.environments.settings import TaskConfig
 from workers.rewards.pool import RewardFailed, RewardPool, check_reward
 
 MODULE = """
@@ -207,7 +208,7 @@ def test_strings_hash_alike_in_every_process(task, monkeypatch):
 ORPHANS = """
 import asyncio, os, signal, sys
 from workers.rewards import pool, process
-from rlframe.config import TaskConfig
+from workers.environments.settings import TaskConfig
 process.GRACE_S = 0.5
 async def main():
     hanging, idle = (pool.RewardPool(TaskConfig(name="jsonl", reward="user_reward:behave")) for _ in range(2))

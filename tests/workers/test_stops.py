@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
 from tests.support.chatml import END, END_OF_TEXT, START, chatml_tokenizer
@@ -15,6 +15,7 @@ from tests.support.engines import save, tiny_model
 from workers.engines.protocol import SamplingParams
 from workers.engines.torch.engine import TorchEngine
 from workers.environments import make_environment
+from workers.environments.settings import TaskConfig
 from workers.environments.stops import end_of_turn, response, stop_token_ids
 from workers.rollout.episode import run_episode
 

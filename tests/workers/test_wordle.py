@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from rlframe.config import ConfigError, ModelConfig, TaskConfig
+from rlframe.config import ConfigError, ModelConfig
 from rlframe.models import resolve_model
 from rlframe.models.characters import character_tokenizer
 from rlframe.models.smollm2 import PACKAGE
@@ -19,6 +19,7 @@ from trainer.settings.compose import compose
 from workers.engines.protocol import SamplingParams
 from workers.engines.torch.engine import TorchEngine
 from workers.environments import make_environment
+from workers.environments.settings import TaskConfig
 from workers.environments.wordle import CHAT, closeness, marked, marks, read_guess
 from workers.environments.wordle_words import WORDS
 from workers.rollout.episode import run_episode

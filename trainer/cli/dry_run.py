@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rlframe.config import Config
 from trainer.cluster.folders import check_run_dir
 from trainer.cluster.memory import estimate, read_shape
 from trainer.cluster.placement import plan
 from trainer.run.job import read_inputs
 from trainer.settings.compose import to_yaml
+from trainer.settings.config import Config
 
 
 def report(config: Config) -> str:

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from rlframe.backbone import Backbone
-from rlframe.config import CheckpointConfig, ConfigError
+from rlframe.config import ConfigError
 from rlframe.models import resolve_model
 from rlframe.sessions import SessionSpec
 from trainer.run.checkpoints import Checkpoints
 from trainer.run.failures import CheckpointError
 from trainer.settings.compose import load_yaml
+from trainer.settings.sections import CheckpointConfig
 
 
 def export(run: str, step: int | None = None, merged: bool = False, output: str | None = None) -> Path:

@@ -1,7 +1,7 @@
 """``rlframe doctor``: whether this machine can train, check by check, and what to do where it cannot. Changes nothing.
 
 A check looks at one thing and returns one `Finding`; what it needs to know comes in as arguments, so that each can be tried
-against another machine's facts. Checks of a configuration are in `rlframe.config.checks`, of a cluster's size in
+against another machine's facts. Checks of a configuration are in `trainer.settings.checks`, of a cluster's size in
 `trainer.cluster.placement`.
 """
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlframe.config import Config, LoraConfig
+from rlframe.config import LoraConfig
 from trainer.cluster.placement import Backbone, Placement
+from trainer.settings.config import Config
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_OVERHEAD = {"learner": 1.0 * 2**30, "rollout": 1.5 * 2**30}

@@ -11,8 +11,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlframe.config import Config, ConfigError, critic_names, serves_other_weights
+from rlframe.config import ConfigError
 from trainer.cluster.fitting import fit
+from trainer.settings.config import Config
+from workers.rollout.settings import serves_other_weights
+from workers.settings import critic_names
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 
-from rlframe.config import Config
 from rlframe.config.engine_checks import check_arguments, check_installed
 from trainer.cluster.folders import check_temporary_folder
 from trainer.cluster.placement import cluster_address
+from trainer.settings.config import Config
 from workers.process import refuse_shadowing
 
 

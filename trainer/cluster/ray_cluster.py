@@ -14,8 +14,9 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
 from trainer.cluster.placement import Placement
+from trainer.settings.config import Config
 from workers.pools import Pool, reserve
 
 HEAD_STARTS = 3

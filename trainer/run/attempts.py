@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
 from trainer.run import recovery
 from trainer.run.checkpoints import Checkpoints, step_of
 from trainer.run.failures import LearnerDied, RunFailed, WorkerDied
+from trainer.settings.config import Config
 from workers.rollout.supervision import StartFailed, WorkerLost, first_line
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayActorError
 
-from rlframe.config import CheckpointConfig
 from rlframe.files import Entry, replace, seal, sha256, sync_folder
 from trainer.run.failures import CheckpointError
+from trainer.settings.sections import CheckpointConfig
 from trainer.watch.step_names import is_step_name, step_of
 
 FORMAT = 2

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
+from trainer.settings.config import Config
 from trainer.settings.redact import without_secrets
 
 _BASE = "the adapters in the checkpoint belong to the base model that the run began with"

@@ -32,7 +32,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from rlframe.advantages import RunningMean, compute_advantages
-from rlframe.config import Config, serves_other_weights
 from rlframe.types import Batch, Prompt
 from trainer.run import lost_workers, recovery
 from trainer.run.buffer import Buffer, State
@@ -44,6 +43,7 @@ from trainer.run.prompts import PromptStream
 from trainer.run.recovery import Phase
 from trainer.run.served_weights import checksum_fault, probe_fault
 from trainer.run.watchdog import Watchdog
+from trainer.settings.config import Config
 from trainer.watch.samples import Sample, choose
 from trainer.watch.step_metrics import Timers, rollout_metrics, staleness_metrics
 from trainer.watch.tracking import Tracker
@@ -51,6 +51,7 @@ from workers.engines.protocol import SamplingParams
 from workers.faults import Fault
 from workers.learner.group import LearnerGroup
 from workers.rollout.group import RolloutGroup
+from workers.rollout.settings import serves_other_weights
 from workers.rollout.supervision import WorkerLost
 
 

@@ -19,8 +19,7 @@ from typing import Any
 import ray
 from transformers import AutoConfig, AutoTokenizer
 
-from rlframe.config import Config, ConfigError, eval_size, serves_other_weights
-from rlframe.config.checks import check
+from rlframe.config import ConfigError
 from rlframe.config.engine_checks import check_context
 from rlframe.files import replace
 from rlframe.models import resolve_model
@@ -33,7 +32,9 @@ from trainer.run import attempts, config_changes, recovery
 from trainer.run.checkpoints import Checkpoints, step_of
 from trainer.run.controller import Controller
 from trainer.run.prompts import PromptStream, as_prompt
+from trainer.settings.checks import check
 from trainer.settings.compose import load_yaml, resumed, to_yaml
+from trainer.settings.config import Config
 from trainer.watch.tracking import Tracker, has_steps
 from trainer.watch.wandb_log import id_file
 from workers.environments import make_environment
@@ -45,7 +46,9 @@ from workers.learner.sessions import check_sessions
 from workers.pools import Pool
 from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
+from workers.rollout.settings import serves_other_weights
 from workers.rollout.supervision import StartFailed, started
+from workers.settings import eval_size
 
 
 @dataclass

@@ -16,8 +16,7 @@ import ray
 import uvicorn
 from transformers import AutoConfig, AutoTokenizer
 
-from rlframe.config import Config, ConfigError
-from rlframe.config.checks import check
+from rlframe.config import ConfigError
 from rlframe.config.engine_checks import check_context, longest_context
 from rlframe.models import resolve_model
 from trainer.cluster.folders import check_run_dir
@@ -31,6 +30,8 @@ from trainer.server.sampling import Sampling
 from trainer.server.service import Service
 from trainer.server.store import Store
 from trainer.server.training import Training
+from trainer.settings.checks import check
+from trainer.settings.config import Config
 from workers.learner.session_rank import SessionGroup
 from workers.rollout.sampler import SamplerGroup
 

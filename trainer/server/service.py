@@ -11,7 +11,6 @@ import logging
 import time
 from typing import Any
 
-from rlframe.config import Config
 from trainer.server import paths
 from trainer.server.auth import Keys
 from trainer.server.clients import Clients
@@ -22,6 +21,7 @@ from trainer.server.sampling import Sampling
 from trainer.server.scheduler import Call, Scheduler
 from trainer.server.store import EPHEMERAL, EPHEMERAL_KEPT, Checkpoint, ModelInfo, Store
 from trainer.server.training import Model, Training, base_names
+from trainer.settings.config import Config
 from workers.engines.adapters import ServedAdapter
 from workers.rollout.sampler import SamplerGroup
 

@@ -16,13 +16,14 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlframe.config import Config, LoraConfig, OptimConfig
+from rlframe.config import LoraConfig, OptimConfig
 from rlframe.sessions import SessionSpec
 from trainer.server import data, paths, store
 from trainer.server.errors import UserError, not_found
 from trainer.server.protobuf import PassRequest
 from trainer.server.scheduler import Line
 from trainer.server.store import Checkpoint, ModelInfo, Store
+from trainer.settings.config import Config
 from workers.learner.session_rank import SessionGroup
 
 logger = logging.getLogger("rlframe.server")

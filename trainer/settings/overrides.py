@@ -16,7 +16,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
+from trainer.settings.config import Config
 
 ALIASES = {
     "learning_rate": "lr",

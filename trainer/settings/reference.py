@@ -8,7 +8,8 @@ import inspect
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
+from trainer.settings.config import Config
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def as_markdown() -> str:
     lines = [
         "# Settings",
         "",
-        "Written by `make docs` from `rlframe/config/schema.py`. These are the defaults of the schema: a choice (a model, a",
-        "task, a preset) may set another one, and `rlframe train --dry-run` shows what a job ends up with.",
+        "Written by `make docs` from the sections of `trainer/settings/config.py`. These are the defaults of the schema: a choice",
+        "(a model, a task, a preset) may set another one, and `rlframe train --dry-run` shows what a job ends up with.",
     ]
     section: str | None = None
     for setting in settings():

@@ -17,7 +17,7 @@ import ray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rlframe.config import Config
+from trainer.settings.config import Config
 from trainer.settings.redact import redact_text
 from trainer.watch import samples
 from trainer.watch.gauges import Gauges, endpoint

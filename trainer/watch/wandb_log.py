@@ -14,8 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
 from rlframe.files import replace
+from trainer.settings.config import Config
 from trainer.settings.redact import redact_text, without_secrets
 
 MAX_TEXT = 10_000

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlframe.config import ENGINE_DTYPES
+from workers.rollout.settings import ENGINE_DTYPES
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ENGINE_DTYPES}
 

@@ -6,8 +6,9 @@ import difflib
 import importlib
 from typing import Any
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from workers.environments.base import Environment
+from workers.environments.settings import TaskConfig
 
 ENVIRONMENTS = {
     "arithmetic": "workers.environments.arithmetic:Arithmetic",

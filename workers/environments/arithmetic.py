@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from rlframe.models.arithmetic import ArithmeticOptions, Sum, arithmetic_problems
 from rlframe.types import Prompt
 from workers.environments.base import Problem, StepResult
 from workers.environments.options import read_options
+from workers.environments.settings import TaskConfig
 
 
 class Arithmetic:

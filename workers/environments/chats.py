@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from workers.environments.base import digest
+from workers.environments.settings import TaskConfig
 
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 _FORM = 'a list of messages {"role": ..., "content": ...}'

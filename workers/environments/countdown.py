@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from rlframe.types import Prompt
 from workers.environments.base import Problem, StepResult
 from workers.environments.options import read_options
 from workers.environments.rendering import Replies, render
+from workers.environments.settings import TaskConfig
 from workers.environments.stops import response, stop_token_ids
 
 SEED = 20260

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from rlframe.types import Prompt
 from workers.environments.base import EXTRAS, FAILURE, FatalRewardError, Problem, RewardError, StepResult, digest
 from workers.environments.chats import Chat, read_prompt
 from workers.environments.options import read_options
 from workers.environments.prompt_data import column, place, printable, read_rows
 from workers.environments.rendering import render
+from workers.environments.settings import TaskConfig
 from workers.environments.stops import response, stop_token_ids
 from workers.rewards.pool import RewardFailed, RewardPool, check_reward
 

@@ -15,11 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from workers.environments.base import Problem, digest
 from workers.environments.options import read_options
 from workers.environments.prompt_file import PromptFile, Question
 from workers.environments.rendering import render
+from workers.environments.settings import TaskConfig
 from workers.rewards.process import ENVIRONMENT
 
 SCRIPT = Path(__file__).with_name("reasoning_problems.py")

@@ -16,8 +16,9 @@ import jinja2.defaults
 import jinja2.meta
 import numpy as np
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
 from workers.environments.chats import Chat, read_prompt
+from workers.environments.settings import TaskConfig
 
 PROVIDED = {*jinja2.defaults.DEFAULT_NAMESPACE, "raise_exception", "strftime_now"}
 """What jinja and transformers give to every chat template."""

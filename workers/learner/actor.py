@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from rlframe.checksum import weights_checksum
-from rlframe.config import Config, serves_other_weights
 from rlframe.losses.logprobs import LogProbs
 from rlframe.losses.policy import PolicyLoss
 from rlframe.metrics import Metrics
@@ -15,6 +14,8 @@ from rlframe.quantize import degrade
 from rlframe.sessions import Session
 from rlframe.types import Batch
 from workers.engines.protocol import WeightUpdate
+from workers.rollout.settings import serves_other_weights
+from workers.settings import Config
 
 
 class Actor:

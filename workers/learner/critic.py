@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
 from rlframe.losses.value import ValueLoss, ValuePrediction
 from rlframe.metrics import Metrics
 from rlframe.sessions import Session
 from rlframe.types import Batch
+from workers.settings import Config
 
 
 class Critic:

@@ -8,12 +8,12 @@ from typing import Any, Self
 import numpy as np
 import ray
 
-from rlframe.config import Config
 from rlframe.files import Entry
 from rlframe.metrics import Metrics
 from rlframe.types import Batch
 from workers.learner.rank import LearnerRank
 from workers.pools import Pool
+from workers.settings import Config
 
 
 class LearnerGroup:

@@ -21,7 +21,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlframe.backbone import Backbone
-from rlframe.config import Config, critic_names
 from rlframe.files import Entry, seal
 from rlframe.metrics import Metrics
 from rlframe.sessions import Session
@@ -32,6 +31,7 @@ from workers.learner.actor import Actor
 from workers.learner.critic import Critic
 from workers.learner.sessions import actor_spec, critic_spec
 from workers.process import redirect_output
+from workers.settings import Config, critic_names
 
 
 class LearnerRank:

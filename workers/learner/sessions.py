@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rlframe.backbone import Backbone
-from rlframe.config import Config, critic_names
 from rlframe.sessions import SessionSpec
+from workers.settings import Config, critic_names
 
 
 def actor_spec(config: Config) -> SessionSpec:

@@ -15,7 +15,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from rlframe.config import ConfigError, TaskConfig
+from rlframe.config import ConfigError
+from workers.environments.settings import TaskConfig
 from workers.rewards.process import MAX_MB, Child, RewardFailed, end, ending, greeting, spawn
 
 BUILT_IN = {"math": ("workers.rewards.math_reward:math_reward", "math-verify", "math")}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlframe.config import TaskConfig
+from workers.environments.settings import TaskConfig
 
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """Reward processes order sets and hash strings the same way in every process and run."""

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import ray
 
-from rlframe.config import Config
 from rlframe.types import Batch, Prompt
 from workers.engines.protocol import Completion, SamplingParams
 from workers.pools import Pool
 from workers.rollout.supervision import Supervised, WorkerLost
 from workers.rollout.worker import COUNTERS, Collected, Evaluation, RolloutProcess
+from workers.settings import Config
 
 COLLECT_TIMEOUT_S = 1.0
 CALLS = 8

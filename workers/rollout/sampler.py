@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import ray
 
-from rlframe.config import Config, ConfigError
+from rlframe.config import ConfigError
 from workers.engines.adapters import AdapterEngine, PromptScores, ScoreRequest, ServedAdapter
 from workers.engines.protocol import Completion, SamplingParams
 from workers.pools import Pool
 from workers.process import redirect_output
 from workers.rollout.episode import derive_seed
+from workers.settings import Config
 
 
 def make_adapter_engine(config: Config, model_path: str, index: int) -> AdapterEngine:

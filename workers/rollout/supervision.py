@@ -16,10 +16,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rlframe.config import Config
 from rlframe.types import Prompt
 from workers.engines.protocol import EngineDeadError
 from workers.faults import Kind, describe
+from workers.settings import Config
 
 CLOSE_S = 10.0
 """How long a worker may take to end by itself."""

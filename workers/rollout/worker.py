@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.config import Config, ConfigError, eval_size
+from rlframe.config import ConfigError
 from rlframe.types import Batch, Prompt, Trajectory
 from workers.engines.protocol import Completion, Engine, EngineDeadError, SamplingParams, WeightUpdate
 from workers.engines.vllm import nccl
@@ -26,6 +26,7 @@ from workers.environments.base import Environment
 from workers.faults import EpisodeFailed, Fault, Kind, describe
 from workers.process import find_modules_in, redirect_output
 from workers.rollout.episode import derive_seed, run_episode
+from workers.settings import Config, eval_size
 
 PROBE_TOKENS = 8
 """Tokens sampled by `RolloutWorker.probe`."""

@@ -1,7 +1,7 @@
 """Full weights from the learner's first rank straight to the GPUs of vLLM engines, by vLLM's own weight transfer over NCCL.
 
 A communicator lives for one transfer: rollout workers come and go, and the next one is made of those that are there. Both
-ends are here. It needs GPUs on both sides, which `rlframe.config.checks` asks for before anything starts.
+ends are here. It needs GPUs on both sides, which `trainer.settings.checks` asks for before anything starts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from rlframe.config import Config
+from workers.settings import Config
 
 if TYPE_CHECKING:
     from workers.engines.protocol import WeightUpdate

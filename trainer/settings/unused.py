@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rlframe.config import Config
-from rlframe.config.task_checks import GENERATED_TASKS, unused_by_task
+from trainer.settings.config import Config
+from workers.environments.settings import GENERATED_TASKS, unused_by_task
 
 REWARD_SETTINGS = ("reward_workers", "reward_timeout_s", "reward_startup_timeout_s", "reward_memory_mb", "on_reward_failure")
 """Settings of ``task.reward``, which generated tasks do without."""
