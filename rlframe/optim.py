@@ -14,30 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
-from rlframe.config import ConfigError, OptimConfig
+from rlframe.config import OptimConfig
 from rlframe.ranks import Ranks
 
-SCHEDULES = ("constant", "linear", "cosine")
 LANES = 16
 """Float32 numbers in the widest vector register of a CPU."""
 NORM_RUN = 1024
 """Elements whose squares are added in float32; all of a parameter would lose three digits that way."""
-
-
-def check_optim(config: OptimConfig) -> None:
-    """Refuse an optimiser that cannot run.
-
-    Raises:
-        ConfigError: unknown schedule, a decaying schedule without an end, a negative rate, or a clip that is not positive.
-    """
-    if config.schedule not in SCHEDULES:
-        raise ConfigError(f"optim.schedule is {config.schedule!r}; choose one of {', '.join(SCHEDULES)}.")
-    if config.schedule != "constant" and not config.total_steps:
-        raise ConfigError(f"optim.schedule={config.schedule} needs optim.total_steps, the step at which the decay ends.")
-    if config.lr < 0 or config.weight_decay < 0:
-        raise ConfigError("optim.lr and optim.weight_decay must not be negative.")
-    if config.max_grad_norm is not None and config.max_grad_norm <= 0:
-        raise ConfigError("optim.max_grad_norm must be positive; use null for no clip.")
 
 
 def learning_rate(config: OptimConfig, step: int) -> float:

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from rlframe import session_export, session_io
 from rlframe.alignment import last_rows
 from rlframe.config import ConfigError, LoraConfig, OptimConfig
+from rlframe.config.optim import check_optim
 from rlframe.lora import bare
 from rlframe.losses.base import LMHead, Loss, LossInputs, LossOutputs
 from rlframe.metrics import Metrics
 from rlframe.optim import (
     Trainable,
     adamw_step,
-    check_optim,
     gradient_norm,
     learning_rate,
     reduce_gradients,

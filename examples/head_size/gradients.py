@@ -32,7 +32,7 @@ RULES: dict[str, tuple[dict, Callable[[Tensor], Tensor]]] = {
     "none": ({}, torch.ones_like),
     "TIS": ({"rollout_is": "token", "rollout_is_threshold": 2.0}, lambda r: r.clamp(max=2.0)),
     "IcePop": (
-        {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+        {"rollout_is": "token", "rollout_is_threshold": [0.5, 5.0]},
         lambda r: torch.where((r >= 0.5) & (r <= 5.0), r, 0.0),
     ),
 }

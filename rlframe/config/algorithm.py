@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from rlframe.config.validate import ConfigError, one_of, refuse
+from rlframe.config.validate import ConfigError, above, at_least, between, check_fields, choice, one_of, refuse, rule
 
 ROLLOUT_IS = ("token", "sequence")
+ADVANTAGES = ("gae", "running_mean", "group", "none")
 
 
 @dataclass
@@ -18,54 +19,92 @@ class AlgorithmConfig:
     """One line for ``rlframe presets``."""
     policy_loss: str = "reinforce"
     """``reinforce``, ``dis``, ``ppo_clip`` or ``cispo``."""
-    clip_low: float = 0.2
+    clip_low: float = field(default=0.2, metadata=at_least(0))
     """Lower clip: the ratio band of dis, ppo_clip and cispo starts at 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: float = field(default=0.2, metadata=at_least(0))
     """Upper clip: the ratio band ends at 1 + clip_high."""
     clip_dual: Optional[float] = None
     """ppo_clip: with a negative advantage the ratio counts at most this much (dual clip; above 1); null: no bound."""
-    rollout_is: Optional[str] = None
+    rollout_is: Optional[str] = field(default=None, metadata=choice(ROLLOUT_IS, optional=True))
     """Importance weight of trainer against sampler: null, ``token`` or ``sequence``."""
     rollout_is_threshold: Any = 2.0
-    """A number c (truncate at c) or ``"lo_hi"`` (zero outside the band)."""
+    """A number c (truncate at c) or a band ``[lo, hi]`` (zero outside of it)."""
     rollout_rs: Optional[str] = None
     """Rejection: ``token_k1``.. ``seq_max_k3``, or null."""
     rollout_rs_threshold: Any = None
-    """A number (upper bound; k1: the ratio band 1/c to c) or, for k1, ``"lo_hi"``."""
+    """A number (upper bound; k1: the ratio band 1/c to c) or, for k1, a band ``[lo, hi]``."""
     score_centering: bool = False
     """Subtract the sampler's expected score from every score; needs heads from the rollout workers."""
     advantage: str = "gae"
     """``gae`` (critic), ``running_mean``, ``group`` or ``none``."""
-    rollouts_per_prompt: int = 1
+    rollouts_per_prompt: int = field(default=1, metadata=at_least(1))
     """Rollouts of one prompt; above 1 for ``group``."""
     normalize_advantages: bool = False
     """``group``: divide by the standard deviation of the group."""
-    running_mean_decay: float = 0.95
+    running_mean_decay: float = field(default=0.95, metadata=rule(lambda v: 0 <= v < 1, "at least 0 and below 1"))
     """``running_mean``: weight of the past at every step."""
-    gamma: float = 1.0
+    gamma: float = field(default=1.0, metadata=between(0, 1))
     """Discount per action token."""
-    lambda_critic: float = 1.0
+    lambda_critic: float = field(default=1.0, metadata=between(0, 1))
     """GAE lambda of the critic's targets."""
-    lambda_policy: Any = "adaptive"
+    lambda_policy: Any = field(
+        default="adaptive",
+        metadata=rule(lambda v: v == "adaptive" or 0 <= v <= 1, "between 0 and 1, or adaptive"),
+    )
     """GAE lambda of the policy's advantages: a number, or ``adaptive`` for 1 - 1 / (lambda_alpha * length)."""
-    lambda_alpha: float = 1.5
+    lambda_alpha: float = field(default=1.5, metadata=above(0))
     """alpha of the adaptive lambda."""
+
+    def __post_init__(self) -> None:
+        """Bands that were written ``"lo_hi"`` are lists from here on."""
+        self.rollout_is_threshold = band(self.rollout_is_threshold)
+        self.rollout_rs_threshold = band(self.rollout_rs_threshold)
+
+
+def band(value: Any) -> Any:
+    """A band as it was written before, ``"lo_hi"``, as the list ``[lo, hi]``; anything else as it is."""
+    try:
+        bounds = [float(part) for part in value.split("_")] if isinstance(value, str) else []
+    except ValueError:
+        bounds = []
+    return bounds if len(bounds) == 2 else value
 
 
 def parse_threshold(value: Any, key: str) -> tuple[float | None, float]:
-    """``c`` -> (None, c), ``"lo_hi"`` -> (lo, hi).
+    """``c`` -> (None, c), ``[lo, hi]`` -> (lo, hi).
 
     Raises:
         ConfigError: neither a positive number nor two of them, lower first.
     """
+    value = band(value)
+    parts = value if isinstance(value, list | tuple) else [value]
     try:
-        bounds = [float(part) for part in str(value).split("_")]
-    except ValueError:
+        bounds = [float(part) for part in parts if "_" not in str(part)]  # Python reads "1_2" as the number 12
+    except (TypeError, ValueError):
         bounds = []
-    good = len(bounds) in (1, 2) and all(0 <= bound < float("inf") for bound in bounds) and bounds[-1] > 0
+    good = len(bounds) == len(parts) in (1, 2) and all(0 <= bound < float("inf") for bound in bounds) and bounds[-1] > 0
     if not good or (len(bounds) == 2 and bounds[0] >= bounds[1]):
-        raise ConfigError(f'{key}={value} is not a threshold; write a positive number (2.0) or a band "lo_hi" ("0.5_5.0").')
+        raise ConfigError(f"{key}={value} is not a threshold; write a positive number (2.0) or a band [lo, hi] ([0.5, 5.0]).")
     return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
+
+
+def check_advantage(a: AlgorithmConfig) -> None:
+    """Refuse an advantage that there is not, and what does not go with it.
+
+    Raises:
+        ConfigError: one sentence that names the setting and says what to change.
+    """
+    one_of("algorithm.advantage", a.advantage, ADVANTAGES)
+    refuse(
+        a.advantage == "group" and a.rollouts_per_prompt < 2,
+        "algorithm.advantage=group compares rollouts of one prompt and algorithm.rollouts_per_prompt=1 gives nothing to "
+        "compare with; raise algorithm.rollouts_per_prompt or choose algorithm.advantage=gae.",
+    )
+    refuse(
+        a.normalize_advantages and a.advantage != "group",
+        f"algorithm.normalize_advantages=true divides by the deviation of a group and algorithm.advantage={a.advantage} has no "
+        "groups; set algorithm.normalize_advantages=false or algorithm.advantage=group.",
+    )
 
 
 def check_algorithm(a: AlgorithmConfig) -> None:
@@ -76,8 +115,8 @@ def check_algorithm(a: AlgorithmConfig) -> None:
     """
     from rlframe.losses.rules import POLICY_LOSSES  # needs torch, and this function
 
+    check_fields(a, "algorithm")
     one_of("algorithm.policy_loss", a.policy_loss, POLICY_LOSSES)
-    one_of("algorithm.rollout_is", a.rollout_is, ROLLOUT_IS, optional=True)
     _correction(a)
     if a.score_centering:
         on, off = "algorithm.score_centering=true", "set algorithm.score_centering=false"
@@ -123,7 +162,7 @@ def _correction(a: AlgorithmConfig) -> None:
     refuse(
         a.rollout_rs is not None and a.rollout_rs_threshold is None,
         f"algorithm.rollout_rs={a.rollout_rs} needs a bound and algorithm.rollout_rs_threshold is null; "
-        'set algorithm.rollout_rs_threshold, such as "0.999_1.001".',
+        "set algorithm.rollout_rs_threshold, such as [0.999, 1.001].",
     )
     from rlframe.losses.corrections import rejection  # needs torch, and this module's parse_threshold
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rlframe.config import ConfigError
 from rlframe.config.engine_arguments import declared, fits
+from rlframe.config.validate import nearest
 
 if TYPE_CHECKING:
     from workers.rollout.settings import RolloutConfig
@@ -124,8 +124,8 @@ def check_arguments(rollout: RolloutConfig) -> None:
     for name, value in rollout.engine_args.items():
         key = f"rollout.engine_args.{name}"
         if name not in arguments:
-            near = difflib.get_close_matches(name, arguments, n=1, cutoff=0.0)
-            raise ConfigError(f"{key} is not an argument of rollout.engine={rollout.engine}; did you mean {near[0]}?")
+            near = nearest(name, arguments)
+            raise ConfigError(f"{key} is not an argument of rollout.engine={rollout.engine}; did you mean {near}?")
         _refuse(
             not fits(value, arguments[name]),
             f"{key}={value} is of another type than rollout.engine={rollout.engine} takes there: {arguments[name]}.",

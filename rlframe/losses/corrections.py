@@ -109,7 +109,7 @@ class Clamp:
 
 
 def truncation(threshold: Any) -> WeightRule:
-    """The rule that ``rollout_is_threshold`` names: a number c truncates at c, ``"lo_hi"`` zeroes outside [lo, hi].
+    """The rule that ``rollout_is_threshold`` names: a number c truncates at c, ``[lo, hi]`` zeroes outside [lo, hi].
 
     Raises:
         ConfigError: it is neither.
@@ -151,8 +151,8 @@ class Rejection:
 def rejection(option: str | None, threshold: Any) -> Rejection | None:
     """The rule that ``rollout_rs`` and ``rollout_rs_threshold`` name; None keeps everything.
 
-    k1 = -log r is compared with the logarithms of the bounds ``"lo_hi"`` (a single number c means ``1/c_c``), as in verl:
-    ``token_k1`` with ``"0.5_5.0"`` keeps r in [1/5, 1/0.5]. k2 and k3 are divergences and take one upper bound.
+    k1 = -log r is compared with the logarithms of the bounds ``[lo, hi]`` (a single number c means ``[1/c, c]``), as in verl:
+    ``token_k1`` with ``[0.5, 5.0]`` keeps r in [1/5, 1/0.5]. k2 and k3 are divergences and take one upper bound.
 
     Raises:
         ConfigError: an unknown option, or a threshold that does not fit it.

@@ -6,7 +6,6 @@ training and no sharding here (`rlframe.sessions`).
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.config import ConfigError, ModelConfig
+from rlframe.config.validate import nearest
 
 BUILDERS = {"tiny": "rlframe.models.tiny", "smollm2": "rlframe.models.smollm2"}
 """Builder to module; its ``build(folder, **arguments)`` writes weights, config and tokenizer into an empty folder, its
@@ -41,7 +41,7 @@ def resolve_model(model: ModelConfig, cache_dir: str | os.PathLike[str] | None =
     if model.path is not None:
         return _checked_folder(Path(os.path.expanduser(model.path)))
     if model.builder not in BUILDERS:
-        near = difflib.get_close_matches(str(model.builder), BUILDERS, n=1, cutoff=0.0)[0]
+        near = nearest(model.builder, BUILDERS)
         raise ConfigError(f"model.builder={model.builder} is unknown; did you mean {near}?")
     builder = importlib.import_module(BUILDERS[model.builder])
     arguments = {key: model.build[key] for key in sorted(model.build)}

@@ -74,7 +74,7 @@ CENTRED = {"algorithm__score_centering": True}
         ({"algorithm__rollout_rs": "token_k1"}, ["algorithm.rollout_rs=token_k1", "algorithm.rollout_rs_threshold is null"]),
         ({"algorithm__rollout_rs_threshold": 2.0}, ["algorithm.rollout_rs_threshold=2.0", "algorithm.rollout_rs=null"]),
         (
-            {"algorithm__rollout_rs": "seq_mean_k3", "algorithm__rollout_rs_threshold": "0.1_0.2"},
+            {"algorithm__rollout_rs": "seq_mean_k3", "algorithm__rollout_rs_threshold": [0.1, 0.2]},
             ["algorithm.rollout_rs_threshold", "algorithm.rollout_rs=seq_mean_k3"],
         ),
         ({"algorithm__advantage": "group"}, ["algorithm.advantage=group", "algorithm.rollouts_per_prompt=1"]),
@@ -162,7 +162,11 @@ def test_score_centering_goes_with_every_weight_of_one_token(loss):
         ("algorithm__policy_loss", "ppo"),
         ("algorithm__rollout_is", "tokens"),
         ("algorithm__rollout_is_threshold", "a_b"),
-        ("algorithm__rollout_is_threshold", "5_0.5"),
+        ("algorithm__rollout_is_threshold", [5, 0.5]),
+        ("algorithm__rollout_is_threshold", [1, 2, 3]),
+        ("algorithm__rollout_is_threshold", []),
+        ("algorithm__rollout_is_threshold", ["a", 2]),
+        ("algorithm__rollout_is_threshold", None),
         ("algorithm__rollout_is_threshold", -1.0),
         ("algorithm__rollout_is_threshold", 0),
         ("algorithm__rollout_is_threshold", "1_2_3"),
@@ -216,7 +220,8 @@ def test_a_value_out_of_range_names_its_setting(key, value):
 
 
 @pytest.mark.parametrize(
-    ("value", "bounds"), [(2.0, (None, 2.0)), ("2", (None, 2.0)), ("0.5_5.0", (0.5, 5.0)), ("0_3", (0.0, 3.0))]
+    ("value", "bounds"),
+    [(2.0, (None, 2.0)), ("2", (None, 2.0)), ([0.5, 5.0], (0.5, 5.0)), ([0, 3], (0.0, 3.0)), ("0.5_5.0", (0.5, 5.0))],
 )
 def test_a_threshold_is_a_number_or_a_band(value, bounds):
     assert parse_threshold(value, "x") == bounds

@@ -23,14 +23,14 @@ def ratios(case: Case) -> tuple[np.ndarray, np.ndarray]:
 def test_truncation_and_band_on_the_ratio() -> None:
     bounded = [math.exp(min(max(x, -20), 20)) for x in LOG_R.tolist()]
     assert truncation(2.0).weight(LOG_R).tolist() == pytest.approx([min(r, 2.0) for r in bounded])
-    assert truncation("0.5_5.0").weight(LOG_R).tolist() == pytest.approx([r if 0.5 <= r <= 5 else 0 for r in bounded])
+    assert truncation([0.5, 5.0]).weight(LOG_R).tolist() == pytest.approx([r if 0.5 <= r <= 5 else 0 for r in bounded])
     assert truncation("2.0").weight(LOG_R).isfinite().all()
 
 
 def test_products_equal_the_ratio_form_and_survive_zero_probabilities() -> None:
     q = torch.tensor([0.3, 0.2, 1e-30, 0.0], dtype=torch.float64)
     p = torch.tensor([0.1, 0.5, 0.2, 0.0], dtype=torch.float64)
-    for threshold in (2.0, "0.5_5.0"):
+    for threshold in (2.0, [0.5, 5.0]):
         rule = truncation(threshold)
         product = rule.product(p, q, p.log() - q.log())
         assert torch.isfinite(product).all()
@@ -52,7 +52,7 @@ def test_every_rejection_option_keeps_what_its_definition_keeps(level: str, kind
     statistic = k if level == "token" else np.array([how[level](k[segments == b]) for b in segments])
     upper = float(np.median(np.abs(statistic)))
     if kind == "k1":
-        threshold = f"{math.exp(-upper / 2)}_{math.exp(upper)}"
+        threshold = [math.exp(-upper / 2), math.exp(upper)]
         expected = (statistic >= -upper / 2) & (statistic <= upper * (1 + 1e-12))
     else:
         threshold, expected = upper, statistic <= upper * (1 + 1e-12)
@@ -64,9 +64,9 @@ def test_every_rejection_option_keeps_what_its_definition_keeps(level: str, kind
 
 
 def test_the_k1_band_bounds_the_inverse_ratio() -> None:
-    """k1 is -log r: "0.5_5.0" keeps r in [0.2, 2]."""
+    """k1 is -log r: [0.5, 5.0] keeps r in [0.2, 2]."""
     r = torch.tensor([0.19, 0.21, 1.99, 2.01], dtype=torch.float64)
-    keep = rejection("token_k1", "0.5_5.0").keep(r.log(), torch.zeros(4, dtype=torch.int64), 1)
+    keep = rejection("token_k1", [0.5, 5.0]).keep(r.log(), torch.zeros(4, dtype=torch.int64), 1)
     assert keep.tolist() == [False, True, True, False]
     one_number = rejection("token_k1", 2.0).keep(torch.tensor([0.49, 0.51, 1.99, 2.01]).log(), torch.zeros(4).long(), 1)
     assert one_number.tolist() == [False, True, True, False]
@@ -77,7 +77,7 @@ def test_the_k1_band_bounds_the_inverse_ratio() -> None:
     [
         ("token_k4", 1.0, "token_k4 is not known"),
         ("seq_max_k1", 1.0, "seq_max_k1 is not known"),
-        ("token_k2", "0.1_0.2", "takes one upper bound"),
+        ("token_k2", [0.1, 0.2], "takes one upper bound"),
         ("token_k1", "x", "not a threshold"),
     ],
 )
@@ -111,7 +111,7 @@ def test_equal_weights_give_a_ratio_of_one_at_any_temperature(temperature: float
     "algorithm",
     [
         AlgorithmConfig(rollout_is="token"),
-        AlgorithmConfig(rollout_is="token", rollout_is_threshold="0.5_5.0"),
+        AlgorithmConfig(rollout_is="token", rollout_is_threshold=[0.5, 5.0]),
         AlgorithmConfig(rollout_is="sequence"),
         AlgorithmConfig(rollout_rs="seq_mean_k3", rollout_rs_threshold=0.01),
         AlgorithmConfig(policy_loss="dis", clip_low=0.3, clip_high=5.0),
@@ -163,7 +163,7 @@ def test_metrics_equal_their_definitions() -> None:
 
 def test_sequence_weights_are_reported_per_token_as_they_are_applied() -> None:
     case = make_case(5, lengths=(9, 5, 14, 8), noise=0.6)
-    algorithm = AlgorithmConfig(rollout_is="sequence", rollout_is_threshold="0.5_2.0")
+    algorithm = AlgorithmConfig(rollout_is="sequence", rollout_is_threshold=[0.5, 2.0])
     metrics = PolicyLoss(algorithm)(case.inputs()).metrics.compute()
     log_r, owner = ratios(case)
     r = np.array([np.exp(log_r[owner == b].sum()) for b in owner])

@@ -20,19 +20,19 @@ LENGTHS = (9, 2, 14, 5, 1, 8)
 LOSSES: dict[str, Loss] = {
     "reinforce": PolicyLoss(AlgorithmConfig()),
     "tis": PolicyLoss(AlgorithmConfig(rollout_is="token", rollout_is_threshold=1.5)),
-    "icepop": PolicyLoss(AlgorithmConfig(rollout_is="token", rollout_is_threshold="0.7_1.5")),
+    "icepop": PolicyLoss(AlgorithmConfig(rollout_is="token", rollout_is_threshold=[0.7, 1.5])),
     "sequence": PolicyLoss(AlgorithmConfig(rollout_is="sequence", rollout_is_threshold=1.2)),
-    "sequence_band": PolicyLoss(AlgorithmConfig(rollout_is="sequence", rollout_is_threshold="0.3_3.0")),
+    "sequence_band": PolicyLoss(AlgorithmConfig(rollout_is="sequence", rollout_is_threshold=[0.3, 3.0])),
     **{
         f"reject_{option}": PolicyLoss(AlgorithmConfig(rollout_rs=option, rollout_rs_threshold=threshold))
         for option, threshold in (
-            ("token_k1", "0.7_1.4"),
+            ("token_k1", [0.7, 1.4]),
             ("token_k2", 0.05),
             ("token_k3", 0.05),
-            ("seq_sum_k1", "0.5_1.2"),
+            ("seq_sum_k1", [0.5, 1.2]),
             ("seq_sum_k2", 0.5),
             ("seq_sum_k3", 0.5),
-            ("seq_mean_k1", "0.9_1.2"),
+            ("seq_mean_k1", [0.9, 1.2]),
             ("seq_mean_k2", 0.1),
             ("seq_mean_k3", 0.1),
             ("seq_max_k2", 0.4),
@@ -40,11 +40,11 @@ LOSSES: dict[str, Loss] = {
         )
     },
     "geo_rs_token_tis": PolicyLoss(
-        AlgorithmConfig(rollout_is="token", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.9_1.2"),
+        AlgorithmConfig(rollout_is="token", rollout_rs="seq_mean_k1", rollout_rs_threshold=[0.9, 1.2]),
     ),
     "centred": PolicyLoss(AlgorithmConfig(score_centering=True)),
     "centred_tis": PolicyLoss(AlgorithmConfig(score_centering=True, rollout_is="token", rollout_is_threshold=1.2)),
-    "centred_icepop": PolicyLoss(AlgorithmConfig(score_centering=True, rollout_is="token", rollout_is_threshold="0.7_1.5")),
+    "centred_icepop": PolicyLoss(AlgorithmConfig(score_centering=True, rollout_is="token", rollout_is_threshold=[0.7, 1.5])),
     "dis": PolicyLoss(AlgorithmConfig(policy_loss="dis", clip_low=0.3, clip_high=0.6)),
     "centred_dis": PolicyLoss(AlgorithmConfig(policy_loss="dis", clip_low=0.3, clip_high=0.6, score_centering=True)),
     "ppo_clip": PolicyLoss(AlgorithmConfig(policy_loss="ppo_clip")),

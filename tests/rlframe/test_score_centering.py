@@ -21,7 +21,7 @@ RULES: dict[str, tuple[AlgorithmConfig, Rule]] = {
     "none": (AlgorithmConfig(), torch.ones_like),
     "tis": (AlgorithmConfig(rollout_is="token", rollout_is_threshold=2.0), lambda r: r.clamp(max=2.0)),
     "icepop": (
-        AlgorithmConfig(rollout_is="token", rollout_is_threshold="0.5_5.0"),
+        AlgorithmConfig(rollout_is="token", rollout_is_threshold=[0.5, 5.0]),
         lambda r: torch.where((r >= 0.5) & (r <= 5.0), r, 0.0),
     ),
     "dis": (

@@ -63,9 +63,11 @@ def test_settings_are_overridden_in_the_grammar_of_hydra():
     assert config.run_dir == "/elsewhere/run"
 
 
-@pytest.mark.parametrize(("text", "value"), [("0.5_5", "0.5_5"), ("'0.5_5.0'", "0.5_5.0"), ("3", 3)])
-def test_a_band_stays_a_band(text, value):
-    assert compose([f"algorithm.rollout_is_threshold={text}"]).algorithm.rollout_is_threshold == value
+@pytest.mark.parametrize(("text", "value"), [("[0.5,5.0]", [0.5, 5.0]), ("[0, 3]", [0, 3]), ("3", 3)])
+def test_a_band_is_a_list(text, value, capsys):
+    given = ["algorithm=bypass_pg_token_tis", f"algorithm.rollout_is_threshold={text}"]
+    assert compose(given).algorithm.rollout_is_threshold == value
+    assert capsys.readouterr().err == ""
 
 
 def test_the_run_directory_follows_the_name():

@@ -9,8 +9,8 @@ from trainer.settings.compose import compose
 from trainer.settings.config import Config
 from trainer.settings.presets import as_markdown, as_text, presets
 
-TIS, ICEPOP = 2.0, "0.5_5.0"
-BAND = "0.999_1.001"
+TIS, ICEPOP = 2.0, [0.5, 5.0]
+BAND = [0.999, 1.001]
 
 # name -> (policy_loss, rollout_is, its threshold, rollout_rs, its threshold, score_centering), from verl's definitions.
 VERL = {

@@ -1,4 +1,4 @@
-"""Which configurations make sense; one sentence for each that does not. Composition lives in `trainer.settings.compose`.
+"""Which configurations make sense: every section by its own check, and pairs of settings across sections.
 
 Checks look at the resolved `Config` only, so they hold for the command line, for a saved ``config.yaml`` and for a
 `Config` built in Python alike. They need neither Ray nor an engine, and know nothing of the machine (see
@@ -7,19 +7,15 @@ Checks look at the resolved `Config` only, so they hold for the command line, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from rlframe.config import HEAD_MODULES, MODEL_DTYPES, QUANTIZED, SEEDS, OptimConfig
-from rlframe.config.algorithm import check_algorithm
+from rlframe.config.algorithm import check_advantage, check_algorithm
 from rlframe.config.engine_checks import check_engine
-from rlframe.config.validate import one_of, refuse
+from rlframe.config.model import check_model
+from rlframe.config.validate import check_fields, refuse
 from trainer.settings.config import Config
-from workers.environments.settings import GENERATED_TASKS, PROMPT_FILES, check_task
-from workers.rollout.settings import ENGINE_DTYPES, serves_other_weights
-
-ADVANTAGES = ("gae", "running_mean", "group", "none")
-ENGINES = ("vllm", "sglang", "torch")
+from trainer.settings.sections import check_checkpoint
+from workers.environments.settings import check_task
+from workers.learner.settings import check_actor, check_critic
+from workers.rollout.settings import check_rollout, serves_other_weights
 
 
 def check(config: Config) -> None:
@@ -28,96 +24,24 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: one sentence that names the setting, or the two settings that do not go together, and what to change.
     """
-    for part in (
-        _names,
-        _ranges,
-        _sources,
-        _task,
-        _sampling,
-        _algorithm,
-        _score_centering,
-        _advantage,
-        _sessions,
-        _optimisers,
-        _devices,
-        _weight_channel,
-        check_engine,
-    ):
-        part(config)
-
-
-def _names(config: Config) -> None:
-    a = config.algorithm
-    one_of("algorithm.advantage", a.advantage, ADVANTAGES)
-    one_of("rollout.engine", config.rollout.engine, ENGINES)
-    one_of("rollout.weight_sync", config.rollout.weight_sync, ("auto", "merged", "adapter", "full"))
-    one_of("rollout.quantize", config.rollout.quantize, QUANTIZED, optional=True)
-    one_of("actor.mode", config.actor.mode, ("lora", "full"))
-    one_of("critic.mode", config.critic.mode, ("lora", "full"))
-    one_of("cluster.device", config.cluster.device, ("auto", "cpu", "cuda"))
-    one_of("task.on_reward_failure", config.task.on_reward_failure, ("raise", "drop", "zero"))
-    one_of("log.wandb", config.log.wandb, ("auto", "online", "offline", "disabled"))
-    one_of("model.dtype", config.model.dtype, MODEL_DTYPES)
-    one_of("rollout.dtype", config.rollout.dtype, ENGINE_DTYPES)
     for key in ("name", "run_dir"):
         refuse(not getattr(config, key).strip(), f"{key} is empty; give it a value.")
+    check_fields(config)
+    check_model(config.model)
+    check_task(config.task)
+    check_algorithm(config.algorithm)
+    check_advantage(config.algorithm)
+    check_rollout(config.rollout)
+    check_actor(config.actor)
+    check_critic(config.critic)
+    check_checkpoint(config.checkpoint)
+    for key in ("cluster", "eval", "log", "server"):
+        check_fields(getattr(config, key), key)
+    for pair in (_steps, _groups, _time_limits, _score_centering, _weight_sync, _weight_channel, _devices, check_engine):
+        pair(config)
 
 
-def _at_least(config: Config, low: float, keys: str) -> None:
-    for key in keys.split():
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        refuse(not value >= low, f"{key}={value} is out of range; it must be at least {low:g}.")
-
-
-def _ranges(config: Config) -> None:
-    _at_least(
-        config,
-        1,
-        "steps batch_size algorithm.rollouts_per_prompt rollout.workers rollout.max_new_tokens rollout.max_model_len "
-        "rollout.max_concurrency rollout.tensor_parallel_size actor.ranks actor.lora.rank actor.micro_batch_tokens "
-        "actor.threads critic.lora.rank critic.updates_per_step critic.ensemble checkpoint.keep_last "
-        "task.reward_workers log.rollouts_tokens server.max_rank server.max_models server.max_loras server.max_request_mb",
-    )
-    _at_least(
-        config,
-        0,
-        "seed max_staleness reorder_window algorithm.clip_low algorithm.clip_high rollout.top_k rollout.head_size "
-        "rollout.max_restarts rollout.probe_every rollout.probe_tolerance rollout.cpus rollout.gpus actor.cpus actor.gpus "
-        "critic.warmup_steps critic.vf_coef eval.every eval.temperature checkpoint.every checkpoint.keep_every "
-        "checkpoint.keep_best checkpoint.max_failures log.rollouts_every log.rollouts_count log.rollouts_mb "
-        "rollout.weight_noise server.port",
-    )
-    refuse(config.seed >= SEEDS, f"seed={config.seed} is out of range; it must be below 2**32.")
-    memory = config.task.reward_memory_mb
-    refuse(
-        memory is not None and memory < 32,
-        f"task.reward_memory_mb={memory} is too little for a Python process; it must be at least 32, or null.",
-    )
-    for key, seconds in (
-        ("task.reward_timeout_s", config.task.reward_timeout_s),
-        ("task.reward_startup_timeout_s", config.task.reward_startup_timeout_s),
-        ("rollout.timeout_s", config.rollout.timeout_s),
-        ("cluster.startup_timeout_s", config.cluster.startup_timeout_s),
-        ("server.idle_timeout_s", config.server.idle_timeout_s),
-        ("server.result_ttl_s", config.server.result_ttl_s),
-        ("cluster.watchdog_s", config.cluster.watchdog_s),
-    ):
-        refuse(not seconds > 0, f"{key}={seconds} is out of range; it must be above 0.")
-    share, limit, watchdog = config.eval.max_failed, config.rollout.timeout_s, config.cluster.watchdog_s
-    refuse(not 0 <= share <= 1, f"eval.max_failed={share} is out of range; it must be a share, from 0 to 1.")
-    refuse(
-        limit >= watchdog,
-        f"rollout.timeout_s={limit:g} lets one episode take as long as cluster.watchdog_s={watchdog:g} lets a run stand still; "
-        "raise cluster.watchdog_s above it.",
-    )
-    every, keep_every = config.checkpoint.every, config.checkpoint.keep_every
-    refuse(
-        keep_every > 0 and every > 0 and keep_every % every != 0,
-        f"checkpoint.keep_every={keep_every} is not a multiple of checkpoint.every={every}, so the steps it names have no "
-        "checkpoint; choose a multiple.",
-    )
+def _steps(config: Config) -> None:
     warmup, steps = config.critic.warmup_steps, config.steps
     refuse(
         config.algorithm.advantage == "gae" and warmup >= steps,
@@ -125,73 +49,8 @@ def _ranges(config: Config) -> None:
     )
 
 
-def _sources(config: Config) -> None:
-    model, task = config.model, config.task
-    refuse(
-        model.path is not None and model.builder is not None,
-        f"model.path and model.builder={model.builder} are both set; choose model=local for a folder of your own.",
-    )
-    refuse(
-        model.path is None and model.builder is None,
-        "model.path is not set and model.builder is null; set model.path to a local Hugging Face folder or choose model=tiny.",
-    )
-    for key in ("train", "reward", "eval"):
-        given = getattr(task, key)
-        refuse(
-            task.name in PROMPT_FILES and given is None and key != "eval",
-            f"task.{key} is not set and task.name={task.name} needs it; set task.{key}=...",
-        )
-        refuse(
-            task.name in GENERATED_TASKS and given is not None,
-            f"task.{key}={given} is not used by task.name={task.name}; choose task=jsonl or parquet for a file of prompts.",
-        )
-
-
-def _sampling(config: Config) -> None:
-    r = config.rollout
-    refuse(
-        not r.temperature > 0,
-        f"rollout.temperature={r.temperature} cannot be trained on, since the logits are divided by it; it must be above 0.",
-    )
-    refuse(not 0 < r.top_p <= 1, f"rollout.top_p={r.top_p} is out of range; it must be above 0 and at most 1.")
-    for key, value, neutral in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0)):
-        refuse(
-            value != neutral,
-            f"rollout.{key}={value} makes the sampler renormalise over the tokens that it kept and the trainer knows only the "
-            f"whole vocabulary, so every ratio of the two would be off by the mass that was kept; set rollout.{key}={neutral}.",
-        )
-    refuse(
-        r.max_new_tokens >= r.max_model_len,
-        f"rollout.max_new_tokens={r.max_new_tokens} leaves no room for a prompt in rollout.max_model_len={r.max_model_len}; "
-        "raise rollout.max_model_len.",
-    )
-
-
-def _task(config: Config) -> None:
-    check_task(config.task)
-    size = config.eval.size
-    refuse(size is not None and not size >= 1, f"eval.size={size} is out of range; it must be at least 1, or null.")
-
-
-def _algorithm(config: Config) -> None:
-    check_algorithm(config.algorithm)
-
-
-def _score_centering(config: Config) -> None:
-    refuse(
-        config.algorithm.score_centering and config.rollout.head_size < 1,
-        "algorithm.score_centering=true needs the sampler's heads and rollout.head_size=0 asks for none; "
-        "raise rollout.head_size, or set algorithm.score_centering=false.",
-    )
-
-
-def _advantage(config: Config) -> None:
-    a, per = config.algorithm, config.algorithm.rollouts_per_prompt
-    refuse(
-        a.advantage == "group" and per < 2,
-        "algorithm.advantage=group compares rollouts of one prompt and algorithm.rollouts_per_prompt=1 gives nothing to "
-        "compare with; raise algorithm.rollouts_per_prompt or choose algorithm.advantage=gae.",
-    )
+def _groups(config: Config) -> None:
+    per = config.algorithm.rollouts_per_prompt
     refuse(
         config.batch_size % per != 0,
         f"algorithm.rollouts_per_prompt={per} does not divide batch_size={config.batch_size}, so a group would be cut; "
@@ -203,110 +62,41 @@ def _advantage(config: Config) -> None:
         f"reorder_window={config.reorder_window} takes more than the {room} prompts that max_staleness={config.max_staleness} "
         "lets run ahead of the batch in training; lower reorder_window or raise max_staleness.",
     )
+
+
+def _time_limits(config: Config) -> None:
+    limit, watchdog = config.rollout.timeout_s, config.cluster.watchdog_s
     refuse(
-        a.normalize_advantages and a.advantage != "group",
-        f"algorithm.normalize_advantages=true divides by the deviation of a group and algorithm.advantage={a.advantage} has no "
-        "groups; set algorithm.normalize_advantages=false or algorithm.advantage=group.",
-    )
-    for key, value in (
-        ("gamma", a.gamma),
-        ("lambda_critic", a.lambda_critic),
-        *([] if a.lambda_policy == "adaptive" else [("lambda_policy", a.lambda_policy)]),
-    ):
-        number = isinstance(value, int | float) and 0 <= value <= 1
-        refuse(not number, f"algorithm.{key}={value} is out of range; it must be between 0 and 1{_adaptive(key)}.")
-    refuse(not a.lambda_alpha > 0, f"algorithm.lambda_alpha={a.lambda_alpha} is out of range; it must be above 0.")
-    refuse(
-        not 0 <= a.running_mean_decay < 1,
-        f"algorithm.running_mean_decay={a.running_mean_decay} is out of range; it must be at least 0 and below 1.",
+        limit >= watchdog,
+        f"rollout.timeout_s={limit:g} lets one episode take as long as cluster.watchdog_s={watchdog:g} lets a run stand still; "
+        "raise cluster.watchdog_s above it.",
     )
 
 
-def _adaptive(key: str) -> str:
-    return ", or adaptive" if key == "lambda_policy" else ""
+def _score_centering(config: Config) -> None:
+    refuse(
+        config.algorithm.score_centering and config.rollout.head_size < 1,
+        "algorithm.score_centering=true needs the sampler's heads and rollout.head_size=0 asks for none; "
+        "raise rollout.head_size, or set algorithm.score_centering=false.",
+    )
 
 
-def _sessions(config: Config) -> None:
+def _weight_sync(config: Config) -> None:
     mode, sync = config.actor.mode, config.rollout.weight_sync
     refuse(
         mode == "full" and sync in ("merged", "adapter"),
         f"rollout.weight_sync={sync} sends an adapter and actor.mode=full has none; set rollout.weight_sync=full or auto.",
     )
     refuse(
-        serves_other_weights(config.rollout) and sync in ("merged", "adapter"),
-        f"rollout.weight_sync={sync} does not send the weights that rollout.quantize and rollout.weight_noise change; "
-        "set rollout.weight_sync=auto.",
-    )
-    refuse(
         mode == "lora" and sync == "full" and not serves_other_weights(config.rollout),
         "rollout.weight_sync=full sends weights that actor.mode=lora leaves frozen; set rollout.weight_sync=merged or auto.",
-    )
-    critic = config.critic
-    for key, many in (("ensemble", critic.ensemble > 1), ("per_env", critic.per_env)):
-        value = str(getattr(critic, key)).lower()
-        refuse(
-            many and critic.mode == "full",
-            f"critic.{key}={value} needs one adapter per critic and critic.mode=full has none; set critic.mode=lora.",
-        )
-    refuse(
-        critic.ensemble > 1 and critic.per_env,
-        f"critic.ensemble={critic.ensemble} and critic.per_env=true are not defined together; set one of them to its default.",
-    )
-    for role, section in (("actor", config.actor), ("critic", config.critic)):
-        refuse(
-            any(not pattern for pattern in section.frozen_patterns),
-            f"{role}.frozen_patterns has an empty pattern, which every parameter name contains; leave it out.",
-        )
-        if section.lora.targets or not section.lora.target_parameters:
-            _targets(role, section.lora.targets)
-
-
-def _targets(role: str, targets: Any) -> None:
-    key = f"{role}.lora.targets"
-    listed = isinstance(targets, list) and all(isinstance(name, str) and name for name in targets)
-    refuse(
-        not (listed or isinstance(targets, str)) or not targets,
-        f"{key}={targets} names no module; write all-linear, a regular expression or a list such as [q_proj,v_proj].",
-    )
-    heads = [name for name in HEAD_MODULES if name in (targets if listed else [targets])]
-    refuse(
-        role == "critic" and bool(heads),
-        f"{key} names {''.join(heads)}, but the critic has a value head in its place; leave it out.",
-    )
-
-
-def _optimisers(config: Config) -> None:
-    _optimiser("actor.optim", config.actor.optim)
-    _optimiser("critic.optim", config.critic.optim)
-
-
-def _optimiser(key: str, optim: OptimConfig) -> None:
-    def within(name: str, good: Callable[[Any], bool], wanted: str) -> None:
-        value = getattr(optim, name)
-        refuse(not good(value), f"{key}.{name}={value} is out of range; it must be {wanted}.")
-
-    within("lr", lambda v: 0 <= v < float("inf"), "at least 0")
-    within("betas", lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v), "two numbers at least 0 and below 1")
-    within("eps", lambda v: v > 0, "above 0")
-    within("weight_decay", lambda v: v >= 0, "at least 0")
-    within("max_grad_norm", lambda v: v is None or v > 0, "above 0, or null")
-    within("warmup_steps", lambda v: v >= 0, "at least 0")
-    within("min_lr_ratio", lambda v: 0 <= v <= 1, "between 0 and 1")
-    within("total_steps", lambda v: v is None or v > optim.warmup_steps, f"above {key}.warmup_steps={optim.warmup_steps}")
-    one_of(f"{key}.schedule", optim.schedule, ("constant", "linear", "cosine"))
-    refuse(
-        optim.schedule != "constant" and optim.total_steps is None,
-        f"{key}.schedule={optim.schedule} decays until {key}.total_steps, which is null; set {key}.total_steps, for example "
-        "to '${steps}'.",
     )
 
 
 def _weight_channel(config: Config) -> None:
     rollout, on, off = config.rollout, "rollout.weight_channel=nccl", "set rollout.weight_channel=ray"
-    one_of("rollout.weight_channel", rollout.weight_channel, ("ray", "nccl"))
-    if rollout.weight_channel == "ray":
+    if rollout.weight_channel != "nccl":
         return
-    refuse(rollout.engine != "vllm", f"{on} is vLLM's and rollout.engine={rollout.engine} does not have it; {off}.")
     refuse(
         config.actor.mode != "full" and not serves_other_weights(rollout),
         f"{on} sends full weights, and actor.mode={config.actor.mode} changes only some; {off}.",
@@ -318,7 +108,7 @@ def _weight_channel(config: Config) -> None:
 
 
 def _devices(config: Config) -> None:
-    device, actor, rollout = config.cluster.device, config.actor, config.rollout
+    device, actor = config.cluster.device, config.actor
     refuse(
         device == "cuda" and actor.gpus == 0,
         "cluster.device=cuda puts the learner on a GPU and actor.gpus=0 reserves none; set actor.gpus=1 or cluster.device=cpu.",
@@ -326,13 +116,4 @@ def _devices(config: Config) -> None:
     refuse(
         device == "cpu" and actor.gpus > 0,
         f"cluster.device=cpu leaves actor.gpus={actor.gpus:g} unused; set actor.gpus=0 or cluster.device=cuda.",
-    )
-    refuse(
-        rollout.engine == "torch" and rollout.tensor_parallel_size > 1,
-        f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} is not defined for rollout.engine=torch; set it to 1.",
-    )
-    refuse(
-        0 < rollout.gpus < rollout.tensor_parallel_size,
-        f"rollout.gpus={rollout.gpus:g} is fewer than rollout.tensor_parallel_size={rollout.tensor_parallel_size}; "
-        "raise rollout.gpus.",
     )

@@ -28,6 +28,7 @@ from trainer.settings.config import Config
 from trainer.settings.overrides import Given, example, inside_dictionary, parse, settings, unknown, wanted_type
 from trainer.settings.presets import configs_dir
 from trainer.settings.redact import hidden_names, without_secrets
+from trainer.settings.renamed import name_bands, rename
 from trainer.settings.unused import unused
 
 
@@ -151,6 +152,7 @@ def _register_schema() -> None:
 
 def _to_config(composed: Any) -> Config:
     assert isinstance(composed, DictConfig)
+    name_bands(composed)
     try:
         OmegaConf.resolve(composed)
         config = OmegaConf.to_object(composed)
@@ -189,6 +191,7 @@ def _read(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
+        rename(node)
         _mark_texts(node, Config)
         return loader.construct_document(node)
     finally:
@@ -206,6 +209,8 @@ def _mark_texts(node: yaml.Node, hint: Any) -> None:
             _mark_texts(value, str)
     elif isinstance(node, yaml.ScalarNode) and (hint is str or str in arguments) and not node.tag.endswith(":null"):
         node.tag = "tag:yaml.org,2002:str"
+    elif isinstance(node, yaml.ScalarNode) and hint is Any and "_" in node.value:
+        node.tag = "tag:yaml.org,2002:str"  # a band in its old form, which YAML 1.1 would read as the number 0.55
 
 
 def _leaves(tree: Any, prefix: str = "") -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from rlframe.config import AlgorithmConfig, ModelConfig
+from rlframe.config import SEEDS, AlgorithmConfig, ModelConfig
+from rlframe.config.validate import at_least, rule
 from trainer.settings.sections import CheckpointConfig, ClusterConfig, EvalConfig, LogConfig, ServerConfig
 from workers.environments.settings import TaskConfig
 from workers.learner.settings import ActorConfig, CriticConfig
@@ -23,15 +24,15 @@ class Config:
     """Name of the run."""
     run_dir: str = "runs/${name}"
     """Run directory; ``${name}`` stands for the name."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=rule(lambda v: 0 <= v < SEEDS, "at least 0 and below 2**32"))
     """Seed of data order, adapters and, where the engine allows it, sampling."""
-    steps: int = 100
+    steps: int = field(default=100, metadata=at_least(1))
     """Policy steps."""
-    batch_size: int = 128
+    batch_size: int = field(default=128, metadata=at_least(1))
     """Trajectories per step."""
-    max_staleness: int = 2
+    max_staleness: int = field(default=2, metadata=at_least(0))
     """Policy versions that a trajectory may lag when it is trained on; 0: synchronous."""
-    reorder_window: int = 0
+    reorder_window: int = field(default=0, metadata=at_least(0))
     """Prompts by which training may run ahead of the oldest unfinished rollout, so that a slow one does not hold up the batch;
     they are taken from the prompts in flight, so that ``max_staleness`` holds. Short answers then train first, and fresher than
     long ones. 0: strict order of admission."""

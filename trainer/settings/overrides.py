@@ -6,7 +6,6 @@ Text is taken as it stands, numbers, lists and dictionaries in Hydra's grammar. 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from rlframe.config import ConfigError
+from rlframe.config.validate import nearest
 from trainer.settings.config import Config
+from trainer.settings.renamed import current
 
 ALIASES = {
     "learning_rate": "lr",
@@ -109,6 +110,7 @@ def parse(text: str, groups: Mapping[str, Sequence[str]]) -> Given:
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key):
         _hydra(text)  # says what is wrong with what is not an override at all
         raise ConfigError(f"{text!r} is not an override that makes sense here; write key=value, or key=null to switch it off.")
+    key = current(key)
     if "\0" in raw or re.search("[\ud800-\udfff]", raw):
         raise ConfigError(f"{key} is not text: it has bytes that are not UTF-8, or a NUL.")
     if key in groups:
@@ -149,7 +151,7 @@ def _choice(key: str, raw: str, known: Sequence[str]) -> Given:
 def _anything(key: str, raw: str, free: bool) -> Given:
     """A setting without a declared type: a number, a list or a dictionary where it reads as one, else text."""
     if re.fullmatch(r"[\d.]+_[\d.]+", raw) and not free:
-        return Given(key, raw)  # a band lo_hi, which the grammar would read as the number 0.55
+        return Given(key, raw)  # a band in its old form, which the grammar would read as the number 0.55
     if not raw.strip():
         raise ConfigError(f"{key}= is empty; give it a value, or '' for an empty text.")
     try:
@@ -256,21 +258,21 @@ def unknown(what: str, kind: str, word: str, known: Iterable[str], prefix: str) 
     """One sentence that refuses ``what`` and names the nearest right one."""
     known = list(known)
     last = word.rsplit(".", 1)[-1]
-    near = _other_name(word, known) or difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-    near = near or [key for key in known if key.rsplit(".", 1)[-1] == last]
-    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    near = _other_name(word, known) or nearest(word, known, cutoff=0.75)
+    near = near or next((key for key in known if key.rsplit(".", 1)[-1] == last), None)
+    near = near or nearest(word, known, cutoff=0.5)
     if near:
-        return f"{what} is not {kind}; did you mean {prefix}{near[0]}?"
+        return f"{what} is not {kind}; did you mean {prefix}{near}?"
     listed = known if len(known) < 30 else [key for key in known if "." not in key]
     return f"{what} is not {kind}; there are {', '.join(listed)}."
 
 
-def _other_name(word: str, known: list[str]) -> list[str]:
+def _other_name(word: str, known: list[str]) -> str | None:
     """What ``word`` is called here, in the section that is nearest to the one that was typed."""
     ours = ALIASES.get(word.rsplit(".", 1)[-1])
     candidates = [key for key in known if ours and f".{key}".endswith(f".{ours}")]
     typed = word.split(".")[:-1]
-    return sorted(candidates, key=lambda key: -sum(part in typed for part in key.split(".")[:-1]))[:1]
+    return max(candidates, key=lambda key: sum(part in typed for part in key.split(".")[:-1]), default=None)
 
 
 def example(section: str) -> str:

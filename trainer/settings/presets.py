@@ -35,7 +35,8 @@ def _settings(text: str) -> dict[str, str]:
 
 def _unquoted(value: str) -> str:
     quoted = re.fullmatch(r"(['\"])(.*)\1(\s+#.*)?", value)
-    return quoted[2] if quoted else re.sub(r"\s+#.*", "", value)
+    plain = quoted[2] if quoted else re.sub(r"\s+#.*", "", value)
+    return plain.replace(", ", ",") if plain.startswith("[") else plain  # as it can be typed without quotes
 
 
 def as_text() -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rlframe.config import ConfigError
+from rlframe.config.validate import nearest
 from trainer.settings.config import Config
 
 
@@ -21,7 +22,7 @@ class Setting:
     default: str
     """The schema's default, as it would be typed."""
     meaning: str
-    """Its docstring, on one line."""
+    """Its docstring, on one line, and its range."""
 
 
 def settings(of: Any = None, prefix: str = "") -> list[Setting]:
@@ -36,7 +37,7 @@ def settings(of: Any = None, prefix: str = "") -> list[Setting]:
         else:
             if isinstance(field.default, str) and "${" in field.default:  # as it would be typed
                 default = field.default
-            found.append(Setting(key, _typed(default), docs[field.name]))
+            found.append(Setting(key, _typed(default), docs[field.name] + _range(field.metadata)))
     return found
 
 
@@ -49,8 +50,8 @@ def as_text(section: str | None = None) -> str:
     known = settings()
     chosen = [s for s in known if section is None or s.key == section or s.key.startswith(f"{section}.")]
     if not chosen:
-        near = difflib.get_close_matches(str(section), {part for s in known for part in _parents(s.key)}, n=1, cutoff=0.0)
-        raise ConfigError(f"{section} is not a setting; did you mean {near[0]}?")
+        near = nearest(section, {part for s in known for part in _parents(s.key)})
+        raise ConfigError(f"{section} is not a setting; did you mean {near}?")
     width = max(len(f"{s.key}={s.default}") for s in chosen)
     return "\n".join(f"{f'{s.key}={s.default}':<{width}}  {s.meaning.replace('``', '')}" for s in chosen)
 
@@ -60,8 +61,8 @@ def as_markdown() -> str:
     lines = [
         "# Settings",
         "",
-        "Written by `make docs` from the sections of `trainer/settings/config.py`. These are the defaults of the schema: a choice",
-        "(a model, a task, a preset) may set another one, and `rlframe train --dry-run` shows what a job ends up with.",
+        "Written by `make docs` from the sections of `trainer/settings/config.py`. These are the defaults of the schema: a",
+        "choice (a model, a task, a preset) may set another one, and `rlframe train --dry-run` shows what a job ends up with.",
     ]
     section: str | None = None
     for setting in settings():
@@ -72,6 +73,14 @@ def as_markdown() -> str:
         meaning = setting.meaning.replace("``", "`").replace("|", "\\|")
         lines.append(f"| `{setting.key}` | `{setting.default}` | {meaning} |")
     return "\n".join(lines)
+
+
+def _range(metadata: Mapping[str, Any]) -> str:
+    """The rule beside a field as a sentence; names are in the docstring already."""
+    if "rule" not in metadata or "out of range" not in metadata["rule"].refusal:
+        return ""
+    wanted = metadata["rule"].wanted
+    return f" {wanted[0].upper()}{wanted[1:]}."
 
 
 def _docstrings(of: type) -> dict[str, str]:

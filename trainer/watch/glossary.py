@@ -5,11 +5,11 @@ Formulas are in docs/algorithms.md. A test holds this list against what runs of 
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from dataclasses import dataclass
 
 from rlframe.config import ConfigError
+from rlframe.config.validate import nearest
 
 
 @dataclass(frozen=True)
@@ -332,8 +332,8 @@ def as_text(part: str | None = None) -> str:
     entry = find(part) if part else None
     chosen = [entry] if entry else [metric for metric in metrics() if part is None or part in metric.pattern]
     if not chosen:
-        near = difflib.get_close_matches(str(part), [metric.pattern for metric in metrics()], n=1, cutoff=0.0)
-        raise ConfigError(f"{part} is not a metric; did you mean {near[0]}?")
+        near = nearest(part, [metric.pattern for metric in metrics()])
+        raise ConfigError(f"{part} is not a metric; did you mean {near}?")
     width = max(len(metric.pattern) for metric in chosen)
     lines = []
     for metric in chosen:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlframe.config import ConfigError
-from workers.environments.base import Environment
+from rlframe.config.validate import nearest
 from workers.environments.settings import TaskConfig
+
+if TYPE_CHECKING:
+    from workers.environments.base import Environment
 
 ENVIRONMENTS = {
     "arithmetic": "workers.environments.arithmetic:Arithmetic",
@@ -35,7 +37,7 @@ def make_environment(task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: 
     """
     path = ENVIRONMENTS.get(task.name, task.name)
     if ":" not in path:
-        near = difflib.get_close_matches(task.name, ENVIRONMENTS, n=1, cutoff=0.0)[0]
+        near = nearest(task.name, ENVIRONMENTS)
         raise ConfigError(
             f"task.name={task.name} is not an environment; did you mean {near}? "
             f"(Known: {', '.join(ENVIRONMENTS)}, or module:factory of your own.)"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from rlframe.config import ConfigError
+from rlframe.config.validate import nearest
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ def read_options(kind: type[T], options: dict[str, Any], environment: str) -> T:
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            hint = f"did you mean {near[0]}?" if near else f"the environment {environment} takes no options."
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near else f"the environment {environment} takes no options."
             raise ConfigError(f"task.options.{name} is not an option of the environment {environment}; {hint}")
     return kind(**options)

@@ -7,7 +7,6 @@ number with more digits than Python reads (4300) becomes the text of its digits.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Collection
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.config import ConfigError
+from rlframe.config.validate import nearest
 
 PARQUET_MAGIC = b"PAR1"
 BOM = b"\xef\xbb\xbf"
@@ -70,8 +70,8 @@ def column(row: dict[str, Any], name: str, where: str, key: str) -> Any:
     """
     if name in row:
         return row[name]
-    near = difflib.get_close_matches(name, row, n=1, cutoff=0.0)
-    hint = f"; did you mean {printable(near[0])}? ({key})" if near else "; it is empty."
+    near = nearest(name, row)
+    hint = f"; did you mean {printable(near)}? ({key})" if near else "; it is empty."
     raise ConfigError(f"{where} has no column {name}{hint}")
 
 

@@ -5,7 +5,6 @@ Where prompts come from is not here. What the policy sampled is never rendered: 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import jinja2.meta
 import numpy as np
 
 from rlframe.config import ConfigError
+from rlframe.config.validate import nearest
 from workers.environments.chats import Chat, read_prompt
 from workers.environments.settings import TaskConfig
 
@@ -110,8 +110,8 @@ def _check_arguments(tokenizer: Any, arguments: dict[str, Any]) -> None:
             )
         if read is not None and name not in read:
             known = sorted(read - ours - set(tokenizer.special_tokens_map))
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]}?" if near else f"it reads {', '.join(known) or 'no argument'}."
+            near = nearest(name, known, cutoff=0.6)
+            hint = f"did you mean {near}?" if near else f"it reads {', '.join(known) or 'no argument'}."
             raise ConfigError(f"task.template_args.{name} is not read by the tokenizer's chat template; {hint}")
 
 
