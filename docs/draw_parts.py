@@ -1,6 +1,6 @@
 """Draw docs/parts.svg: the parts of a run and what travels between them. `python docs/draw_parts.py`.
 
-Filled boxes carry white text and everything outside them is a middle grey, so that it can be read on a light page and on a dark one.
+Filled boxes carry white text, and everything outside them is a middle grey: legible on a light page and on a dark one.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], labe
 
 
 def main() -> None:
+    """Draw it."""
     figure, axes = plt.subplots(figsize=(10, 4.4))
     axes.set(xlim=(0, 12), ylim=(0, 5.28), aspect="equal")
     axes.axis("off")
 
-    box(axes, 0.1, 4.35, 11.8, 0.8, SLATE, "controller", "one asyncio program: admits prompts, takes batches, decides who works when")
+    box(axes, 0.1, 4.35, 11.8, 0.8, SLATE, "controller", "one asyncio program: admits prompts, takes batches, gives the orders")
 
     frame(axes, 0.1, 0.75, 3.4, 2.95, "rollout workers (Ray actors)")
     box(axes, 0.3, 2.1, 3.0, 1.05, BLUE, "engine", "vLLM, SGLang or torch: tokens,\nlog-probabilities, top-k heads")
