@@ -35,6 +35,7 @@ SKIPPED = 4
 """Steps before the steady state: the pipeline fills, kernels warm up."""
 SETTINGS = (
     "task.name=overlap:Waiting",
+    "actor=full",
     "batch_size=32",
     "critic.updates_per_step=4",
     "eval.size=8",

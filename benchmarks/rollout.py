@@ -111,6 +111,7 @@ def sync_share(options: argparse.Namespace) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         settings = [f"model={options.model}", f"rollout={options.engine}", f"steps={JOB_STEPS}", "eval.size=8", "eval.every=0"]
+        settings += ["actor=full"] if options.model == "tiny" else []
         quiet = [
             "log.wandb=disabled",
             "log.console=false",

@@ -31,6 +31,7 @@ def test_the_embedded_default_needs_no_override():
     assert (config.model.name, config.task.name, config.rollout.engine) == ("tiny", "arithmetic", "vllm")
     assert config.algorithm.score_centering and config.algorithm.rollout_is == "token"
     assert config.cluster.address is None
+    assert config.actor.mode == config.critic.mode == "lora", "both on one base"
 
 
 def test_composing_leaves_the_process_as_it_was(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ def test_allowed_changes_are_named_with_both_values():
             "algorithm.rollouts_per_prompt=2",
             "algorithm.rollouts_per_prompt was 1 .* is 2 now, but prompts that wait in the checkpoint were sampled that often",
         ),
-        ("actor=lora", "actor.mode was full .* is lora now, but the sessions in the checkpoint have other parameters"),
+        ("actor=full", "actor.mode was lora .* is full now, but the sessions in the checkpoint have other parameters"),
         ("critic.lora.rank=4", "critic.lora.rank was .* is 4 now"),
         ("model.build.hidden_size=128", "model.build was .* but the adapters in the checkpoint belong to the base model"),
         ("rollout.temperature=0.5", "rollout.temperature was 1.0 .* were sampled under the old value"),

@@ -1,11 +1,13 @@
 """What an installed wheel needs: every import is declared, and a bare install still says what is missing."""
 
 import ast
+import email
 import os
 import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -14,7 +16,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from trove_classifiers import classifiers
 
+import rlframe
 from trainer.settings import requirements
 from trainer.settings.presets import configs_dir, presets
 
@@ -96,6 +100,19 @@ def wheel(tmp_path_factory) -> Path:
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_says_what_it_is(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        text = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+    metadata = email.message_from_string(text)
+    assert (metadata["Name"], metadata["Version"]) == ("rlframe", rlframe.__version__)
+    assert wheel.name == f"rlframe-{rlframe.__version__}-py3-none-any.whl"
+    given = metadata.get_all("Classifier")
+    assert given and set(given) <= classifiers
+    assert "rlframe/py.typed" in names, "Typing :: Typed is promised"
+    assert metadata["License-Expression"] == "Apache-2.0" and not metadata.get_all("Project-URL")
 
 
 class Venv:
@@ -186,6 +203,7 @@ def test_the_wheel_beside_everything_that_it_needs_works_from_an_empty_folder(tm
     doctor = venv("doctor")
     assert "ok    packages: " in doctor.stdout and "engine torch" in doctor.stdout and doctor.stderr == ""
     assert "sao " in venv("presets").stdout
+    assert venv("--version").stdout == f"rlframe {rlframe.__version__}\n"
     dry = venv("train", "--dry-run", "algorithm=sao", "rollout=torch", "model.build.warmup_steps=0")
     assert (dry.returncode, dry.stderr) == (0, "") and "policy_loss: dis" in dry.stdout and "# placement" in dry.stdout
     where = (

@@ -1,11 +1,13 @@
 """What is pinned, what is declared, and what the make targets promise agree."""
 
+import os
 import re
 import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -49,3 +51,17 @@ def test_a_target_on_a_fresh_clone_makes_its_own_environment(target, tmp_path):
     ).stdout
     assert "-m venv" in plan and "requirements/cpu.txt" in plan and "--editable ." in plan
     assert ("requirements/dev.txt" in plan) == (target in ("test", "check", "lint"))
+
+
+def test_the_workflow_runs_ci_on_every_python_that_is_promised():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    job = workflow["jobs"]["ci"]
+    promised = {
+        version[1]
+        for line in PROJECT["project"]["classifiers"]
+        if (version := re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", line))
+    }
+    assert set(job["strategy"]["matrix"]["python"]) == promised
+    assert min(promised, key=lambda v: int(v[2:])) == PROJECT["project"]["requires-python"].removeprefix(">=")
+    step = job["steps"][-1]
+    assert step["run"] == ".ci/run" and os.access(ROOT / ".ci" / "run", os.X_OK) and "TORCH_INDEX" in step["env"]

@@ -56,3 +56,5 @@ def test_every_study_composes():
         wanted = study.load(file)
         for own in wanted["arms"].values():
             compose(["run_dir=unused", *wanted["common"], *own])
+        named = {override.partition("=")[0] for override in wanted["common"]}
+        assert {"actor", "actor.optim.lr"} <= named, f"{file}: its figures must not depend on what model=tiny brings"

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rlframe import __version__
 from trainer.cli.commands import (
     Command,
     doctor,
@@ -82,6 +83,7 @@ def _fail(code: int, sentence: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlframe", description="Train language models from single, asynchronous rollouts.")
+    parser.add_argument("--version", action="version", version=f"rlframe {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION)

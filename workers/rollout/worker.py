@@ -1,6 +1,6 @@
 """The rollout worker: one engine, one environment, many episodes on one asyncio loop.
 
-A plain class; `trainer` wraps it as a Ray actor (``ray.remote(RolloutWorker)``). One remote call carries many prompts or many
+A plain class; `workers.rollout.group` runs it as a Ray actor. One remote call carries many prompts or many
 trajectories, as flat arrays. What an episode is lives in `workers.rollout.episode`.
 """
 
