@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlframe.advantages import (
-        RunningMean,
+        Estimator,
         adaptive_lambda,
         compute_advantages,
         group_advantages,
+        make_estimator,
         skip_observation_gae,
     )
     from rlframe.config import AlgorithmConfig, Config, ConfigError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from rlframe.validation import check_batch
 
 _MODULES = {
-    "rlframe.advantages": "RunningMean adaptive_lambda compute_advantages group_advantages skip_observation_gae",
+    "rlframe.advantages": "Estimator adaptive_lambda compute_advantages group_advantages make_estimator skip_observation_gae",
     "rlframe.config": "AlgorithmConfig Config ConfigError",
     "rlframe.losses.corrections": "Band Clamp Rejection Truncate Unweighted WeightRule rejection truncation",
     "rlframe.losses.base": "LMHead Loss LossInputs LossOutputs",
@@ -53,6 +54,7 @@ __all__ = [
     "Clamp",
     "Config",
     "ConfigError",
+    "Estimator",
     "LMHead",
     "LogProbs",
     "Loss",
@@ -63,7 +65,6 @@ __all__ = [
     "PolicyLossOutputs",
     "Prompt",
     "Rejection",
-    "RunningMean",
     "Trajectory",
     "Truncate",
     "Unweighted",
@@ -75,6 +76,7 @@ __all__ = [
     "check_batch",
     "compute_advantages",
     "group_advantages",
+    "make_estimator",
     "policy_loss",
     "rejection",
     "skip_observation_gae",

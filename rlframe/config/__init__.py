@@ -22,7 +22,6 @@ from rlframe.config.schema import (
     RolloutConfig,
     ServerConfig,
     TaskConfig,
-    critic_names,
     eval_size,
     serves_other_weights,
 )
@@ -47,7 +46,6 @@ __all__ = [
     "RolloutConfig",
     "ServerConfig",
     "TaskConfig",
-    "critic_names",
     "eval_size",
     "serves_other_weights",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rlframe.advantages import ESTIMATORS, make_estimator
 from rlframe.config import (
     ENGINE_DTYPES,
     MODEL_DTYPES,
@@ -24,7 +25,6 @@ from rlframe.config.engine_checks import SEEDS, check_engine
 from rlframe.config.task_checks import GENERATED_TASKS, check_task
 
 ROLLOUT_IS = ("token", "sequence")
-ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "sglang", "torch")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
 """Formats of ``rollout.quantize``."""
@@ -83,8 +83,6 @@ def _one_of(key: str, value: Any, allowed: Collection[str], optional: bool = Fal
 
 
 def _names(config: Config) -> None:
-    a = config.algorithm
-    _one_of("algorithm.advantage", a.advantage, ADVANTAGES)
     _one_of("rollout.engine", config.rollout.engine, ENGINES)
     _one_of("rollout.weight_sync", config.rollout.weight_sync, ("auto", "merged", "adapter", "full"))
     _one_of("rollout.quantize", config.rollout.quantize, QUANTIZED, optional=True)
@@ -156,7 +154,7 @@ def _ranges(config: Config) -> None:
     )
     warmup, steps = config.critic.warmup_steps, config.steps
     _refuse(
-        config.algorithm.advantage == "gae" and warmup >= steps,
+        make_estimator(config.algorithm).needs_critic and warmup >= steps,
         f"critic.warmup_steps={warmup} leaves the actor no step with steps={steps}; lower critic.warmup_steps or raise steps.",
     )
 
@@ -279,11 +277,8 @@ def _score_centering(config: Config) -> None:
 
 def _advantage(config: Config) -> None:
     a, per = config.algorithm, config.algorithm.rollouts_per_prompt
-    _refuse(
-        a.advantage == "group" and per < 2,
-        "algorithm.advantage=group compares rollouts of one prompt and algorithm.rollouts_per_prompt=1 gives nothing to "
-        "compare with; raise algorithm.rollouts_per_prompt or choose algorithm.advantage=gae.",
-    )
+    estimator = make_estimator(a)
+    estimator.check()
     _refuse(
         config.batch_size % per != 0,
         f"algorithm.rollouts_per_prompt={per} does not divide batch_size={config.batch_size}, so a group would be cut; "
@@ -295,10 +290,11 @@ def _advantage(config: Config) -> None:
         f"reorder_window={config.reorder_window} takes more than the {room} prompts that max_staleness={config.max_staleness} "
         "lets run ahead of the batch in training; lower reorder_window or raise max_staleness.",
     )
+    normalizing = [name for name, each in ESTIMATORS.items() if "normalize_advantages" in getattr(each, "settings", ())]
     _refuse(
-        a.normalize_advantages and a.advantage != "group",
-        f"algorithm.normalize_advantages=true divides by the deviation of a group and algorithm.advantage={a.advantage} has no "
-        "groups; set algorithm.normalize_advantages=false or algorithm.advantage=group.",
+        a.normalize_advantages and "normalize_advantages" not in estimator.settings,
+        f"algorithm.normalize_advantages=true has no effect with algorithm.advantage={a.advantage}; set "
+        f"algorithm.normalize_advantages=false or algorithm.advantage={' or '.join(normalizing)}.",
     )
     for key, value in (
         ("gamma", a.gamma),
@@ -334,15 +330,9 @@ def _sessions(config: Config) -> None:
         "rollout.weight_sync=full sends weights that actor.mode=lora leaves frozen; set rollout.weight_sync=merged or auto.",
     )
     critic = config.critic
-    for key, many in (("ensemble", critic.ensemble > 1), ("per_env", critic.per_env)):
-        value = str(getattr(critic, key)).lower()
-        _refuse(
-            many and critic.mode == "full",
-            f"critic.{key}={value} needs one adapter per critic and critic.mode=full has none; set critic.mode=lora.",
-        )
     _refuse(
-        critic.ensemble > 1 and critic.per_env,
-        f"critic.ensemble={critic.ensemble} and critic.per_env=true are not defined together; set one of them to its default.",
+        critic.ensemble > 1 and critic.mode == "full",
+        f"critic.ensemble={critic.ensemble} needs one adapter per critic and critic.mode=full has none; set critic.mode=lora.",
     )
     for role, section in (("actor", config.actor), ("critic", config.critic)):
         _refuse(

@@ -106,7 +106,10 @@ class AlgorithmConfig:
     score_centering: bool = False
     """Subtract the sampler's expected score from every score; needs heads from the rollout workers."""
     advantage: str = "gae"
-    """``gae`` (critic), ``running_mean``, ``group`` or ``none``."""
+    """``gae`` (critic), ``running_mean``, ``group`` or ``none``; or ``module:Class`` of your own (the current directory is
+    searched, too)."""
+    advantage_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of an estimator of your own."""
     rollouts_per_prompt: int = 1
     """Rollouts of one prompt; above 1 for ``group``."""
     normalize_advantages: bool = False
@@ -251,7 +254,7 @@ class ActorConfig:
 
 @dataclass
 class CriticConfig:
-    """The value model; it exists when ``algorithm.advantage`` is gae."""
+    """The value model; it exists when ``algorithm.advantage`` needs one, as gae does."""
 
     mode: str = "lora"
     """``lora`` (adapter and value head on the frozen base) or ``full`` (all weights)."""
@@ -272,8 +275,6 @@ class CriticConfig:
     see each other, whatever the architecture calls it."""
     ensemble: int = 1
     """Critics whose values are averaged; each is one adapter."""
-    per_env: bool = False
-    """One critic for each environment of the run; a trajectory of any other environment is an error."""
 
 
 @dataclass
@@ -413,14 +414,6 @@ class Config:
     def __post_init__(self) -> None:
         """``runs/${name}`` follows the name without Hydra, too; ``~`` is the user's folder, as in all other paths."""
         self.run_dir = os.path.expanduser(self.run_dir.replace("${name}", self.name))
-
-
-def critic_names(config: Config, environments: int = 1) -> tuple[str, ...]:
-    """Names of the critic sessions; none where the advantage needs no critic, one per environment with ``critic.per_env``."""
-    if config.algorithm.advantage != "gae":
-        return ()
-    count = environments if config.critic.per_env else config.critic.ensemble
-    return tuple(f"critic_{i}" for i in range(count))
 
 
 def eval_size(config: Config) -> int | None:

@@ -67,13 +67,6 @@ def test_without_gae_there_is_no_critic():
     assert critic_names(config) == ()
 
 
-def test_one_critic_for_each_environment_is_named_after_it():
-    config = job()
-    config.critic.per_env = True
-    assert critic_names(config) == ("critic_0",)
-    assert critic_names(config, environments=2) == ("critic_0", "critic_1")
-
-
 def test_the_request_adds_up_over_learner_and_rollout_workers():
     config = job()
     config.actor.ranks, config.actor.cpus = 3, 2.0

@@ -11,8 +11,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlframe.config import Config, ConfigError, critic_names, serves_other_weights
+from rlframe.config import Config, ConfigError, serves_other_weights
 from trainer.cluster.fitting import fit
+from workers.learner.roles import critic_names
 
 
 @dataclass(frozen=True)

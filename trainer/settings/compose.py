@@ -25,7 +25,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from rlframe.config import Config, ConfigError
 from rlframe.config.checks import check
 from rlframe.config.unused import unused
-from trainer.settings.overrides import Given, example, inside_dictionary, parse, settings, unknown, wanted_type
+from trainer.settings.overrides import REMOVED, Given, example, inside_dictionary, parse, settings, unknown, wanted_type
 from trainer.settings.presets import configs_dir
 from trainer.settings.redact import hidden_names, without_secrets
 
@@ -97,6 +97,10 @@ def load_yaml(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}.") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} is not a configuration: it is not a mapping of settings.")
+    for key in REMOVED:
+        section, _, name = key.rpartition(".")
+        if isinstance(loaded.get(section), dict):
+            loaded[section].pop(name, None)
     for key in _leaves(loaded):
         inside_dictionary(key)
     groups = options()

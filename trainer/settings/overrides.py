@@ -78,6 +78,8 @@ ALIASES = {
     "project_name": "log.project",
 }
 """Names that others give to a setting -> the end of ours."""
+REMOVED = {"critic.per_env": "a run has one environment, and its critic is that environment's already"}
+"""Former settings and why they are gone; a saved configuration may still have them."""
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -219,6 +221,8 @@ def inside_dictionary(key: str) -> bool:
     Raises:
         ConfigError: the schema has no such setting.
     """
+    if key in REMOVED:
+        raise ConfigError(f"{key} is gone, since {REMOVED[key]}; leave it out.")
     here: Any = Config
     parts = key.split(".")
     for depth, part in enumerate(parts):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rlframe.backbone import Backbone
-from rlframe.config import Config, critic_names
+from rlframe.config import Config
 from rlframe.sessions import SessionSpec
+from workers.learner.roles import critic_names
 
 
 def actor_spec(config: Config) -> SessionSpec:
