@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -22,6 +26,7 @@ from rlframe import (
     make_estimator,
     skip_observation_gae,
 )
+from rlframe.advantages import Estimator
 from rlframe.advantages.gae import GAE
 from rlframe.advantages.running_mean import RunningMean
 
@@ -277,3 +282,117 @@ def test_what_is_missing_is_said() -> None:
     batch.values = np.array([0, np.nan], np.float32)
     with pytest.raises(ValueError, match=r"prompt 'p0'.*token 1: values is not finite"):
         compute_advantages(batch, GAE(AlgorithmConfig()))
+
+
+DOC = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current directory of a user, with modules of theirs; its modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_the_documented_estimator_of_ones_own(folder) -> None:
+    """Rewards 1, 3, 5, then 10, 20, 30: the median of the first batch, then of that batch alone, and so after a resume."""
+    (source,) = re.findall(r"```python\n(# my_advantages.py\n.*?)```", DOC.read_text(), re.DOTALL)
+    (folder / "my_advantages.py").write_text(source)
+    algorithm = AlgorithmConfig(advantage="my_advantages:PastMedian", advantage_args={"batches": 2})
+    estimator, mask = make_estimator(algorithm), [False, True]
+
+    def advantages(estimator, rewards) -> list[float]:
+        batch = batch_of(*(trajectory(mask, [0, reward]) for reward in rewards))
+        compute_advantages(batch, estimator)
+        np.testing.assert_array_equal(batch.returns[1::2], rewards)
+        return batch.advantages[1::2].tolist()
+
+    assert advantages(estimator, [1, 3, 5]) == [-2, 0, 2]
+    assert advantages(estimator, [10, 20, 30]) == [7, 17, 27]
+    resumed = make_estimator(algorithm)
+    resumed.load_state_dict(json.loads(json.dumps(estimator.state_dict())))
+    for each in (estimator, resumed):
+        assert advantages(each, [0, 0]) == [-7.5, -7.5], "the median of 1, 3, 5, 10, 20, 30"
+
+
+OWN = """
+from rlframe.advantages import Estimator
+
+class Fits(Estimator):
+    def __init__(self, algorithm, scale=1.0): ...
+    def __call__(self, batch): return batch.rewards, batch.rewards
+
+class Alone:
+    def __init__(self, algorithm): ...
+    def __call__(self, batch): ...
+
+class Unsure(Fits):
+    needs_critic = "yes"
+
+class Lists(Fits):
+    settings = ("gama",)
+
+class Kept(Fits):
+    def state_dict(self): return {"past": {1.0, 2.0}}
+
+def maker(algorithm): return Fits
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "sentence"),
+    [
+        ("absent:Fits", {}, r"advantage=absent:Fits cannot be imported: ModuleNotFoundError: No module named 'absent'\."),
+        ("broken:Fits", {}, r"advantage=broken:Fits cannot be imported: ZeroDivisionError: division by zero\."),
+        ("own:Fitz", {}, r"advantage=own:Fitz names nothing: .*own\.py has no 'Fitz'\."),
+        ("own:", {}, r"advantage=own: names nothing"),
+        ("own:number", {}, r"advantage=own:number is no class"),
+        (
+            "own:Fits",
+            {"skale": 2},
+            r"advantage_args=\{'skale': 2\}: got an unexpected keyword argument 'skale'",
+        ),
+        ("own:Alone", {}, r"no advantage estimator: it has no method check; subclass rlframe\.advantages\.Estimator\."),
+        ("own:Unsure", {}, r"its needs_critic is 'yes' instead of True or False"),
+        ("own:Lists", {}, r"its settings are \('gama',\) instead of a tuple of fields of algorithm"),
+        ("own:Kept", {}, r"its state_dict does not go into JSON \(Object of type set"),
+        ("own:maker", {}, r"it is a class instead of an object"),
+        ("gae", {"decay": 0.5}, r"advantage=gae cannot be built with algorithm\.advantage_args=\{'decay': 0\.5\}"),
+    ],
+)
+def test_what_is_no_estimator_is_refused_in_one_sentence(folder, path, args, sentence) -> None:
+    (folder / "own.py").write_text(OWN)
+    (folder / "broken.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=sentence) as refusal:
+        make_estimator(AlgorithmConfig(advantage=path, advantage_args=args))
+    assert "\n" not in str(refusal.value)
+    make_estimator(AlgorithmConfig(advantage="own:Fits", advantage_args={"scale": 2.0}))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [((np.zeros(3), np.zeros(2)), "gave advantages of shape"), ((np.full(2, np.nan), np.zeros(2)), "advantages is not finite")],
+)
+def test_what_an_estimator_gives_is_checked(given, sentence) -> None:
+    class Wrong(Estimator):
+        def __call__(self, batch):
+            return given
+
+    with pytest.raises(ValueError, match=sentence):
+        compute_advantages(batch_of(trajectory([False, True], [0, 1])), Wrong())
+
+
+def test_what_an_estimator_gives_off_the_mask_is_dropped() -> None:
+    class Everywhere(Estimator):
+        def __call__(self, batch):
+            return np.full(3, 2.0), np.array([np.nan, 1.0, 5.0])
+
+    batch = batch_of(trajectory([False, True, False], [0, 1, 0]))
+    compute_advantages(batch, Everywhere())
+    assert batch.advantages.tolist() == [0, 2, 0] and batch.returns.tolist() == [0, 1, 0]
+    assert batch.advantages.dtype == batch.returns.dtype == np.float32
