@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from rlframe import AlgorithmConfig, Batch, adaptive_lambda, compute_advantages, skip_observation_gae
+from rlframe import AlgorithmConfig, Batch, adaptive_lambda, compute_advantages, make_estimator, skip_observation_gae
 
 
 def make_batch(trajectories: int, tokens: int) -> Batch:
@@ -66,12 +66,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     batch = make_batch(args.trajectories, args.tokens)
+    estimator = make_estimator(AlgorithmConfig())
     lam = adaptive_lambda(np.diff(np.searchsorted(np.flatnonzero(batch.action_mask), batch.offsets)), 1.5)
     work: dict[str, Callable[[], object]] = {
         "adaptive lambda": lambda: skip_observation_gae(batch, 1.0, lam),
         "lambda 0.95": lambda: skip_observation_gae(batch, 1.0, 0.95),
         "lambda 1": lambda: skip_observation_gae(batch, 1.0, 1.0),
-        "both lambdas and returns": lambda: compute_advantages(batch, AlgorithmConfig()),
+        "both lambdas and returns": lambda: compute_advantages(batch, estimator),
         "one cumulative sum over the data": lambda: np.cumsum(batch.values, dtype=np.float64),
     }
     print(f"{args.trajectories} trajectories, {batch.num_tokens} tokens, {batch.num_actions} action tokens, one core, CPU time")

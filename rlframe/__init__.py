@@ -13,10 +13,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rlframe.advantages import (
-        RunningMean,
+        Estimator,
         adaptive_lambda,
         compute_advantages,
         group_advantages,
+        make_estimator,
         skip_observation_gae,
     )
     from rlframe.config import AlgorithmConfig, ConfigError, LoraConfig, ModelConfig, OptimConfig
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from rlframe.validation import check_batch
 
 _MODULES = {
-    "rlframe.advantages": "RunningMean adaptive_lambda compute_advantages group_advantages skip_observation_gae",
+    "rlframe.advantages": "Estimator adaptive_lambda compute_advantages group_advantages make_estimator skip_observation_gae",
     "rlframe.config": "AlgorithmConfig ConfigError LoraConfig ModelConfig OptimConfig",
     "rlframe.losses.corrections": "Band Clamp Rejection Truncate Unweighted WeightRule rejection truncation",
     "rlframe.losses.base": "LMHead Loss LossInputs LossOutputs",
@@ -54,6 +55,7 @@ __all__ = [
     "Centering",
     "Clamp",
     "ConfigError",
+    "Estimator",
     "LMHead",
     "LogProbs",
     "LoraConfig",
@@ -67,7 +69,6 @@ __all__ = [
     "PolicyLossOutputs",
     "Prompt",
     "Rejection",
-    "RunningMean",
     "Trajectory",
     "Truncate",
     "Unweighted",
@@ -79,6 +80,7 @@ __all__ = [
     "check_batch",
     "compute_advantages",
     "group_advantages",
+    "make_estimator",
     "policy_loss",
     "rejection",
     "skip_observation_gae",

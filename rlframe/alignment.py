@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlframe.columns import TokenBatch
 from rlframe.types import Batch
 
 
@@ -32,12 +33,12 @@ def action_rows(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     return rows, rows - 1
 
 
-def trajectory_of(batch: Batch, rows: np.ndarray) -> np.ndarray:
+def trajectory_of(batch: TokenBatch, rows: np.ndarray) -> np.ndarray:
     """int64[len(rows)], the trajectory that each row belongs to."""
     return np.searchsorted(batch.offsets, rows, side="right") - 1
 
 
-def last_rows(batch: Batch) -> np.ndarray:
+def last_rows(batch: TokenBatch) -> np.ndarray:
     """int64[B], row of the last token of every trajectory: the state a cut episode is bootstrapped from.
 
     Raises:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from rlframe.checksum import bit_sum
+from rlframe.columns import TokenBatch
 from rlframe.config import MODEL_DTYPES, ConfigError
 from rlframe.exactness import Verdict, examine
 from rlframe.forward import Body, PackedForward
@@ -32,7 +33,6 @@ from rlframe.optim import local
 from rlframe.precision import full_precision
 from rlframe.ranks import Ranks
 from rlframe.sessions import Session, SessionSpec
-from rlframe.types import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class Backbone:
             if ".lora_" not in name:
                 yield bare(name), parameter
 
-    def run(self, micro: Batch | None, consume: Callable[[Tensor, LMHead], Any]) -> Any:
+    def run(self, micro: TokenBatch | None, consume: Callable[[Tensor, LMHead], Any]) -> Any:
         """Forward one micro-batch, trajectories packed into rows, and hand its hidden states to ``consume``.
 
         Args:

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from rlframe import session_export, session_io
 from rlframe.alignment import last_rows
+from rlframe.columns import TokenBatch
 from rlframe.config import ConfigError, LoraConfig, OptimConfig
 from rlframe.config.optim import check_optim
 from rlframe.lora import bare
@@ -141,11 +142,11 @@ class Session:
             parameter.requires_grad_(False)
         return kept
 
-    def forward(self, batch: Batch, loss: Loss, micro_batch_tokens: int) -> LossOutputs:
+    def forward(self, batch: TokenBatch, loss: Loss, micro_batch_tokens: int) -> LossOutputs:
         """Evaluate ``loss`` without gradients; accumulates nothing.
 
         Args:
-            batch: this rank's trajectories (possibly none).
+            batch: this rank's trajectories (possibly none), with the columns that the loss reads.
             loss: see `rlframe.losses.base.Loss`.
             micro_batch_tokens: most tokens of one pass.
 
@@ -158,7 +159,7 @@ class Session:
         """
         return self._pass(batch, loss, micro_batch_tokens, train=False)
 
-    def forward_backward(self, batch: Batch, loss: Loss, micro_batch_tokens: int) -> LossOutputs:
+    def forward_backward(self, batch: TokenBatch, loss: Loss, micro_batch_tokens: int) -> LossOutputs:
         """The same, and add the gradient of the summed loss to the accumulator; a call that fails adds nothing."""
         return self._pass(batch, loss, micro_batch_tokens, train=True)
 
@@ -270,7 +271,7 @@ class Session:
         return self.adapter.active() if self.adapter is not None else nullcontext()
 
     @full_precision()
-    def _pass(self, batch: Batch, loss: Loss, micro_batch_tokens: int, *, train: bool) -> LossOutputs:
+    def _pass(self, batch: TokenBatch, loss: Loss, micro_batch_tokens: int, *, train: bool) -> LossOutputs:
         backbone = self.backbone
         outputs: list[LossOutputs] = []
         micros, failure = self._cut(batch, loss, micro_batch_tokens)
@@ -304,7 +305,7 @@ class Session:
                     arrays.setdefault(name, torch.zeros(0, device=backbone.device))
         return joined
 
-    def _cut(self, batch: Batch, loss: Loss, micro_batch_tokens: int) -> tuple[list[Batch], Exception | None]:
+    def _cut(self, batch: TokenBatch, loss: Loss, micro_batch_tokens: int) -> tuple[list[TokenBatch], Exception | None]:
         if not self.trainables:
             return [], RuntimeError(f"Session {self.name!r} was deleted.")
         if loss.needs not in ("lm_head", "value_head"):
@@ -325,7 +326,7 @@ class Session:
 class _Step:
     """What happens to the hidden states of one micro-batch; keeps a failure instead of raising it inside the model."""
 
-    def __init__(self, session: Session, loss: Loss, micro: Batch | None) -> None:
+    def __init__(self, session: Session, loss: Loss, micro: TokenBatch | None) -> None:
         self.session, self.loss, self.micro = session, loss, micro
         self.failure: Exception | None = None
 
@@ -336,7 +337,7 @@ class _Step:
                 output = self.loss(
                     LossInputs(
                         hidden=hidden,
-                        batch=self.micro,
+                        batch=cast(Batch, self.micro),  # or another kind, whose columns the loss knows
                         lm_head=head if self.loss.needs == "lm_head" else None,
                         value_head=self.session.value_head if self.loss.needs == "value_head" else None,
                     )

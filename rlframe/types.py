@@ -8,31 +8,24 @@ Two contracts hold everywhere. Row ``t`` of a per-token array describes token ``
 belong to the distribution that *produced* token ``t``. And all per-token arrays of one trajectory have the same length,
 checked here, where trajectories are built.
 
-What is not here: losses and metrics (`rlframe.losses`, `rlframe.metrics`), engines (`workers.rollout`).
+What is not here: how batches are cut (`rlframe.columns`), losses and metrics (`rlframe.losses`, `rlframe.metrics`), engines
+(`workers.engines`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from rlframe.columns import Column, Per, TokenBatch
 from rlframe.heads import MASS_TOLERANCE, head_fault
 
 Finish = Literal["stop", "length", "abort", "error"]
 FINISHES: tuple[str, ...] = get_args(Finish)
-
-_PER_TOKEN = {
-    "tokens": np.int32,
-    "action_mask": np.bool_,
-    "logprobs": np.float32,
-    "head_ids": np.int32,
-    "head_logprobs": np.float32,
-    "versions": np.int32,
-    "rewards": np.float32,
-}
 
 
 @dataclass
@@ -87,8 +80,8 @@ class Trajectory:
     """Whatever else is worth logging (JSON-like, small)."""
 
     def __post_init__(self) -> None:
-        for name, dtype in _PER_TOKEN.items():
-            setattr(self, name, np.ascontiguousarray(getattr(self, name), dtype=dtype))
+        for name, column in _of_trajectory("token", "head").items():
+            setattr(self, name, np.ascontiguousarray(getattr(self, name), dtype=column.dtype))
         _check_trajectory(self)
 
     def __len__(self) -> int:
@@ -104,12 +97,6 @@ class Trajectory:
         """Sum of all rewards of the episode."""
         return float(self.rewards.sum())
 
-    @property
-    def oldest_version(self) -> int:
-        """Version that sampled the oldest action token; staleness counts from here. -1 without actions."""
-        sampled = self.versions[self.action_mask]
-        return int(sampled.min()) if len(sampled) else -1
-
 
 def _name(prompt_id: str, index: int) -> str:
     return f"trajectory of prompt {prompt_id!r} (index {index})"
@@ -117,9 +104,9 @@ def _name(prompt_id: str, index: int) -> str:
 
 def _check_trajectory(t: Trajectory) -> None:
     length = len(t.tokens)
-    for name in _PER_TOKEN:
+    for name, column in _of_trajectory("token", "head").items():
         array = getattr(t, name)
-        wanted = 2 if name.startswith("head_") else 1
+        wanted = 2 if column.per == "head" else 1
         if array.ndim != wanted or len(array) != length:
             raise ValueError(f"{t.name}: {name} has shape {array.shape}, expected {length} rows in {wanted} dimension(s).")
     if t.head_ids.shape != t.head_logprobs.shape:
@@ -142,47 +129,47 @@ def _check_trajectory(t: Trajectory) -> None:
         raise ValueError(f"{t.name}: rewards has a non-finite value.")
 
 
-@dataclass
-class Batch:
-    """Many trajectories without padding: per-token arrays concatenated, trajectory ``b`` at rows ``offsets[b]:offsets[b+1]``.
+_ACTOR = frozenset({"actor"})
+_CRITIC = frozenset({"critic"})
+
+
+class Batch(TokenBatch):
+    """Many trajectories without padding: the tokens of `TokenBatch` and these columns, the one table of what travels.
 
     This is what crosses process boundaries (flat numpy arrays, no per-token Python objects). Build it with
-    `Batch.from_trajectories`; the learner adds ``values``, ``advantages`` and ``returns``.
+    `Batch.from_trajectories`; the controller adds ``values``, ``bootstrap``, ``advantages`` and ``returns``. What comes out of
+    Ray is read-only.
     """
 
-    offsets: np.ndarray
-    """int64[B + 1], first row of every trajectory, then N."""
-    tokens: np.ndarray
-    """int32[N]"""
-    action_mask: np.ndarray
+    action_mask = Column[np.ndarray](np.bool_)
     """bool[N]"""
-    logprobs: np.ndarray
+    logprobs = Column[np.ndarray](np.float32, readers=_ACTOR)
     """float32[N], nats."""
-    head_ids: np.ndarray
+    head_ids = Column[np.ndarray](np.int32, "head", readers=_ACTOR)
     """int32[N, k]"""
-    head_logprobs: np.ndarray
+    head_logprobs = Column[np.ndarray](np.float32, "head", readers=_ACTOR)
     """float32[N, k], nats."""
-    versions: np.ndarray
+    versions = Column[np.ndarray](np.int32, readers=_ACTOR)
     """int32[N]"""
-    rewards: np.ndarray
+    rewards = Column[np.ndarray](np.float32, readers=_ACTOR)
     """float32[N]"""
-    finish: list[str]
+    finish = Column[list[str]](object, "trajectory", readers=_ACTOR)
     """B reasons, see `Trajectory.finish`."""
-    prompt_ids: list[str]
+    prompt_ids = Column[list[str]](object, "trajectory", field="prompt_id")
     """B prompt ids."""
-    indices: np.ndarray
+    indices = Column[np.ndarray](np.int64, "trajectory", field="index")
     """int64[B], `Trajectory.index`; equal within a group."""
-    envs: list[str]
+    envs = Column[list[str]](object, "trajectory", field="env", readers=_ACTOR)
     """B environment names."""
-    metadata: list[dict[str, Any]]
+    metadata = Column[list[dict[str, Any]]](object, "trajectory", readers=_ACTOR)
     """B dictionaries."""
-    values: np.ndarray | None = None
+    values = Column[np.ndarray | None](np.float32, readers=_CRITIC, added=True)
     """float32[N], V before token t (the critic's view of the state that produced it)."""
-    bootstrap: np.ndarray | None = None
+    bootstrap = Column[np.ndarray | None](np.float32, "trajectory", readers=frozenset(), added=True)
     """float32[B], V after the last token; used where ``finish`` is ``length``."""
-    advantages: np.ndarray | None = None
+    advantages = Column[np.ndarray | None](np.float32, readers=_ACTOR, added=True)
     """float32[N], 0 off the mask."""
-    returns: np.ndarray | None = None
+    returns = Column[np.ndarray | None](np.float32, readers=_CRITIC, added=True)
     """float32[N], the critic's targets."""
 
     @classmethod
@@ -193,58 +180,37 @@ class Batch:
             ValueError: no trajectories, or heads of different widths.
         """
         _check_joinable(trajectories)
-        return cls(
-            offsets=np.concatenate([[0], np.cumsum([len(t) for t in trajectories])]).astype(np.int64),
-            finish=[t.finish for t in trajectories],
-            prompt_ids=[t.prompt_id for t in trajectories],
-            indices=np.array([t.index for t in trajectories], dtype=np.int64),
-            envs=[t.env for t in trajectories],
-            metadata=[t.metadata for t in trajectories],
-            **{name: np.concatenate([getattr(t, name) for t in trajectories]) for name in _PER_TOKEN},
-        )
+        columns: dict[str, Any] = {}
+        for name, column in _of_trajectory("token", "head", "trajectory").items():
+            parts = [getattr(t, column.field) for t in trajectories]
+            if column.per != "trajectory":
+                columns[name] = np.concatenate(parts)
+            else:
+                columns[name] = parts if column.dtype is object else np.array(parts, column.dtype)
+        return cls(_offsets([len(t) for t in trajectories]), **columns)
 
     @classmethod
     def concat(cls, batches: Iterable[Batch]) -> Batch:
         """Concatenate batches, which were checked when they were built.
 
-        Learner arrays are left out: they belong to one whole batch.
+        Columns that were added are left out: they belong to one whole batch.
 
         Raises:
             ValueError: no batches, or heads of different widths.
         """
         parts = list(batches)
         _check_joinable(parts)
-        lengths = np.concatenate([part.lengths for part in parts])
-        return cls(
-            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            finish=[reason for part in parts for reason in part.finish],
-            prompt_ids=[name for part in parts for name in part.prompt_ids],
-            indices=np.concatenate([part.indices for part in parts]),
-            envs=[env for part in parts for env in part.envs],
-            metadata=[entry for part in parts for entry in part.metadata],
-            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_TOKEN},
-        )
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
+        declared = _of_trajectory("token", "head", "trajectory")
+        joined = {name: column.join(part.columns[name] for part in parts) for name, column in declared.items()}
+        return cls(_offsets(np.concatenate([part.lengths for part in parts])), **joined)
 
     def __iter__(self) -> Iterator[Trajectory]:
         return (self.trajectory(b) for b in range(len(self)))
 
     @property
-    def num_tokens(self) -> int:
-        """N, rows of the batch."""
-        return int(self.offsets[-1])
-
-    @property
     def num_actions(self) -> int:
         """Action tokens of the batch: the one denominator of every token mean."""
         return int(self.action_mask.sum())
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64[B], tokens of every trajectory."""
-        return np.diff(self.offsets)
 
     def name(self, b: int) -> str:
         """How messages refer to trajectory ``b``."""
@@ -254,7 +220,7 @@ class Batch:
         """Trajectory ``b`` as views into this batch."""
         rows = slice(self.offsets[b], self.offsets[b + 1])
         return Trajectory(
-            **{name: getattr(self, name)[rows] for name in _PER_TOKEN},
+            **{name: self.columns[name][rows] for name in _of_trajectory("token", "head")},
             finish=self.finish[b],  # type: ignore[arg-type]
             prompt_id=self.prompt_ids[b],
             index=int(self.indices[b]),
@@ -262,40 +228,15 @@ class Batch:
             metadata=self.metadata[b],
         )
 
-    def select(self, which: Sequence[int] | np.ndarray) -> Batch:
-        """The trajectories ``which``, in that order, with their learner arrays."""
-        which = np.asarray(which, dtype=np.int64)
-        rows = np.concatenate([np.arange(self.offsets[b], self.offsets[b + 1]) for b in which] or [np.zeros(0, np.int64)])
-        picked: dict[str, Any] = {"offsets": np.concatenate([[0], np.cumsum(self.lengths[which])]).astype(np.int64)}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name == "offsets":
-                continue
-            if isinstance(value, list):
-                picked[f.name] = [value[b] for b in which]
-            elif f.name in ("indices", "bootstrap"):
-                picked[f.name] = None if value is None else value[which]
-            else:
-                picked[f.name] = None if value is None else value[rows]
-        return Batch(**picked)
 
-    def micro_batches(self, max_tokens: int) -> list[Batch]:
-        """Cut into whole trajectories of at most ``max_tokens`` rows together (a longer trajectory stands alone), in order."""
-        groups: list[list[int]] = []
-        filled = 0
-        for b, length in enumerate(self.lengths.tolist()):
-            if not groups or filled + length > max_tokens:
-                groups.append([])
-                filled = 0
-            groups[-1].append(b)
-            filled += length
-        return [self.select(group) for group in groups]
+@cache
+def _of_trajectory(*per: Per) -> dict[str, Column[Any]]:
+    """The columns of a batch that come from its trajectories."""
+    return {name: column for name, column in Batch.schema().items() if column.per in per and not column.added}
 
-    def shard(self, rank: int, ranks: int) -> Batch:
-        """The trajectories of one rank: contiguous runs, balanced by tokens. May be empty of trajectories."""
-        middle = (self.offsets[:-1] + self.offsets[1:]) / 2
-        owner = np.minimum((middle * ranks / max(self.num_tokens, 1)).astype(np.int64), ranks - 1)
-        return self.select(np.flatnonzero(owner == rank))
+
+def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def _check_joinable(parts: Sequence[Trajectory] | Sequence[Batch]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rlframe.columns import TokenBatch
 from rlframe.heads import MASS_TOLERANCE
 from rlframe.types import Batch
 
@@ -23,7 +24,7 @@ def check_batch(batch: Batch) -> None:
         raise ValueError(f"The batch of {len(batch)} trajectories has no action token: action_mask is False everywhere.")
 
 
-def check_offsets(batch: Batch) -> None:
+def check_offsets(batch: TokenBatch) -> None:
     """Refuse offsets that do not cut the rows into trajectories one after the other.
 
     Raises:
@@ -38,25 +39,28 @@ def check_offsets(batch: Batch) -> None:
 
 
 def check_rows(batch: Batch, hidden_rows: int, *learner: str) -> None:
-    """Refuse arrays that do not have one row per token.
+    """Refuse columns that do not have one row per token.
 
     Raises:
-        ValueError: a per-token array or the hidden states have another number of rows, a learner array is missing, or
+        ValueError: a per-token column or the hidden states have another number of rows, one of ``learner`` is missing, or
             offsets go down.
     """
     check_offsets(batch)
     n = batch.num_tokens
     if hidden_rows != n:
         raise ValueError(f"hidden has {hidden_rows} rows, but the batch has {n} tokens.")
-    for name in ("tokens", "action_mask", "logprobs", "head_ids", "head_logprobs", *learner):
-        array = getattr(batch, name)
-        if array is None:
+    for name in learner:
+        if batch.columns.get(name) is None:
             raise ValueError(f"The batch has no {name}; compute them first.")
-        if array.shape != ((n, batch.head_ids.shape[-1]) if name.startswith("head_") else (n,)):
-            raise ValueError(f"{name} has shape {array.shape}, but the batch has {n} tokens.")
+    for name, column in batch.declared().items():
+        if name not in batch.columns or column.per == "trajectory" or name in batch.extras:
+            continue
+        shape = batch.columns[name].shape
+        if shape != ((n, batch.head_ids.shape[-1]) if column.per == "head" else (n,)):
+            raise ValueError(f"{name} has shape {shape}, but the batch has {n} tokens.")
 
 
-def check_vocabulary(batch: Batch, size: int, *, context: bool = False) -> None:
+def check_vocabulary(batch: TokenBatch, size: int, *, context: bool = False) -> None:
     """Refuse action tokens, and heads of them, that the output layer does not have; with ``context`` all other tokens, too.
 
     Raises:
@@ -64,13 +68,14 @@ def check_vocabulary(batch: Batch, size: int, *, context: bool = False) -> None:
     """
     bad = (batch.tokens < 0) | (batch.tokens >= size)
     if not context:
-        bad &= batch.action_mask
+        bad &= batch.columns["action_mask"]
     if bad.any():
         row = int(np.argmax(bad))
         raise ValueError(f"{_at(batch, row)}: tokens has {batch.tokens[row]}, but the vocabulary has {size} entries.")
-    ids = batch.head_ids
-    if ids.size and not (ids.min() >= 0 and ids.max() < size):
-        outside = ((ids < 0) | (ids >= size)) & (batch.head_logprobs != -np.inf) & batch.action_mask[:, None]
+    ids = batch.columns.get("head_ids")
+    if ids is not None and ids.size and not (ids.min() >= 0 and ids.max() < size):
+        sampled = (batch.columns["head_logprobs"] != -np.inf) & batch.columns["action_mask"][:, None]
+        outside = ((ids < 0) | (ids >= size)) & sampled
         if outside.any():
             row, entry = (int(i) for i in np.argwhere(outside)[0])
             raise ValueError(f"{_at(batch, row)}: head_ids has {ids[row, entry]}, but the vocabulary has {size} entries.")
@@ -103,7 +108,7 @@ def check_finite(batch: Batch, *names: str) -> None:
             raise ValueError(f"{_at(batch, int(np.argmax(bad)))}: {name} is not finite.")
 
 
-def _at(batch: Batch, row: int) -> str:
+def _at(batch: TokenBatch, row: int) -> str:
     """Trajectory and token of a row, for messages."""
     b = int(np.searchsorted(batch.offsets, row, side="right")) - 1
     return f"{batch.name(b)}, token {row - int(batch.offsets[b])}"

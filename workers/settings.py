@@ -57,14 +57,6 @@ class Config(Protocol):
         """The HTTP API."""
 
 
-def critic_names(config: Config, environments: int = 1) -> tuple[str, ...]:
-    """Names of the critic sessions; none where the advantage needs no critic, one per environment with ``critic.per_env``."""
-    if config.algorithm.advantage != "gae":
-        return ()
-    count = environments if config.critic.per_env else config.critic.ensemble
-    return tuple(f"critic_{i}" for i in range(count))
-
-
 def eval_size(config: Config) -> int | None:
     """Number of held-out problems; None: all rows of ``task.eval``."""
     if config.eval.size is None and config.task.eval is not None and config.task.name in PROMPT_FILES:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -86,7 +85,7 @@ def dense_sampler(batch: Batch) -> Tensor:
 def with_head(batch: Batch, k: int) -> Batch:
     """The batch as a rollout with ``rollout.head_size=k`` would have given it."""
     cut = (np.ascontiguousarray(getattr(batch, name)[:, :k]) for name in ("head_ids", "head_logprobs"))
-    return replace(batch, **dict(zip(("head_ids", "head_logprobs"), cut, strict=True)))
+    return batch.with_columns(**dict(zip(("head_ids", "head_logprobs"), cut, strict=True)))
 
 
 class ParameterGradients(NamedTuple):
@@ -129,7 +128,7 @@ def parameter_gradients(session: Session, batch: Batch, sizes: list[int]) -> Par
             found[rule, "exact"] = through(d_hidden)
             for k in sizes:
                 loss = PolicyLoss(algorithm(rule, centred=k > 0))
-                cut = replace(with_head(batch, k), advantages=np.ones(batch.num_tokens, np.float32))
+                cut = with_head(batch, k).with_columns(advantages=np.ones(batch.num_tokens, np.float32))
                 leaf = hidden.detach().requires_grad_()
                 start = time.process_time()
                 total = loss(LossInputs(leaf, cut, head)).loss

@@ -27,6 +27,7 @@ from rlframe import (
     ValueLoss,
     ValuePrediction,
     compute_advantages,
+    make_estimator,
 )
 
 DIGITS, ANSWER, HEAD, CRITIC_UPDATES = 10, 4, 4, 2
@@ -109,6 +110,7 @@ def train(
     actor_optimiser = torch.optim.AdamW(policy.parameters(), lr=3e-3)
     critic_optimiser = torch.optim.AdamW(critic.parameters(), lr=3e-3)
     policy_loss, value_loss, value_prediction = PolicyLoss(algorithm), ValueLoss(), ValuePrediction()
+    estimator = make_estimator(algorithm)
 
     def critic_inputs(batch: Batch, tokens: Tensor) -> LossInputs:
         return LossInputs(critic(tokens).flatten(0, 1), batch, value_head=lambda h: critic.head(h).squeeze(-1))
@@ -121,7 +123,7 @@ def train(
         tokens = torch.from_numpy(batch.tokens).long().view(batch_size, -1)
         with torch.no_grad():
             batch.values = value_prediction(critic_inputs(batch, tokens)).per_token["values"].numpy()
-        compute_advantages(batch, algorithm)
+        compute_advantages(batch, estimator)
 
         # Losses are sums; the one division is by the number of action tokens.
         for _ in range(CRITIC_UPDATES):

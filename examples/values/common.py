@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rlframe.advantages import compute_advantages
+from rlframe.advantages import compute_advantages, make_estimator
 from rlframe.backbone import Backbone
 from rlframe.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimConfig
 from rlframe.losses.value import ValueLoss, ValuePrediction
@@ -29,7 +29,7 @@ from rlframe.types import Batch, Trajectory
 MICRO_BATCH_TOKENS = 16384
 ARMS = {"frozen attention": ["self_attn"], "full adapter": []}
 """Arm -> the critic's frozen patterns."""
-MONTE_CARLO = AlgorithmConfig(advantage="none")
+MONTE_CARLO = make_estimator(AlgorithmConfig(advantage="none"))
 """Returns are the total reward: the targets of value pretraining."""
 ENCODE = character_tokenizer()
 

@@ -33,7 +33,8 @@ from examples.values.common import (
     random_backbone,
     write,
 )
-from rlframe.advantages import RunningMean, compute_advantages
+from rlframe.advantages import compute_advantages, make_estimator
+from rlframe.advantages.running_mean import RunningMean
 from rlframe.alignment import last_rows
 from rlframe.config import AlgorithmConfig
 from rlframe.losses.base import LossInputs, LossOutputs
@@ -107,7 +108,8 @@ def run(seed: int, data: str, arm: str, rounds: int = ROUNDS, flip: int = FLIP) 
     backbone = random_backbone(seed, VOCABULARY)
     policy = make_session(backbone, "policy", POLICY_LR, seed, critic=False)
     critic = make_session(backbone, "critic", CRITIC_LR, seed + 1, critic=True)
-    algorithm, running_mean = AlgorithmConfig(advantage=ADVANTAGES[arm]), RunningMean()
+    algorithm = AlgorithmConfig(advantage=ADVANTAGES[arm])
+    estimator = make_estimator(algorithm)
     rng, held_out = np.random.default_rng([seed, 0]), random_texts(np.random.default_rng([seed, 1]), HELD_OUT)
     for done in range(rounds + 1):
         flipped = done >= flip
@@ -119,8 +121,9 @@ def run(seed: int, data: str, arm: str, rounds: int = ROUNDS, flip: int = FLIP) 
             batch.values = outputs.per_token["values"].numpy()
         else:
             del metrics["critic_ev_mse"]
-            metrics["baseline"] = running_mean.mean
-        compute_advantages(batch, algorithm, running_mean)
+        if isinstance(estimator, RunningMean):
+            metrics["baseline"] = estimator.mean
+        compute_advantages(batch, estimator)
         assert batch.advantages is not None
         metrics["size_of_advantages"] = float(np.abs(batch.advantages[batch.action_mask]).mean())
         yield Row(f"{arm}, {data}", seed, done, metrics)

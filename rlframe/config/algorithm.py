@@ -8,7 +8,6 @@ from typing import Any, Optional
 from rlframe.config.validate import ConfigError, above, at_least, between, check_fields, choice, one_of, refuse, rule
 
 ROLLOUT_IS = ("token", "sequence")
-ADVANTAGES = ("gae", "running_mean", "group", "none")
 
 
 @dataclass
@@ -36,7 +35,10 @@ class AlgorithmConfig:
     score_centering: bool = False
     """Subtract the sampler's expected score from every score; needs heads from the rollout workers."""
     advantage: str = "gae"
-    """``gae`` (critic), ``running_mean``, ``group`` or ``none``."""
+    """``gae`` (critic), ``running_mean``, ``group`` or ``none``; or ``module:Class`` of your own (the current directory is
+    searched, too)."""
+    advantage_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of an estimator of your own."""
     rollouts_per_prompt: int = field(default=1, metadata=at_least(1))
     """Rollouts of one prompt; above 1 for ``group``."""
     normalize_advantages: bool = False
@@ -86,25 +88,6 @@ def parse_threshold(value: Any, key: str) -> tuple[float | None, float]:
     if not good or (len(bounds) == 2 and bounds[0] >= bounds[1]):
         raise ConfigError(f"{key}={value} is not a threshold; write a positive number (2.0) or a band [lo, hi] ([0.5, 5.0]).")
     return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
-
-
-def check_advantage(a: AlgorithmConfig) -> None:
-    """Refuse an advantage that there is not, and what does not go with it.
-
-    Raises:
-        ConfigError: one sentence that names the setting and says what to change.
-    """
-    one_of("algorithm.advantage", a.advantage, ADVANTAGES)
-    refuse(
-        a.advantage == "group" and a.rollouts_per_prompt < 2,
-        "algorithm.advantage=group compares rollouts of one prompt and algorithm.rollouts_per_prompt=1 gives nothing to "
-        "compare with; raise algorithm.rollouts_per_prompt or choose algorithm.advantage=gae.",
-    )
-    refuse(
-        a.normalize_advantages and a.advantage != "group",
-        f"algorithm.normalize_advantages=true divides by the deviation of a group and algorithm.advantage={a.advantage} has no "
-        "groups; set algorithm.normalize_advantages=false or algorithm.advantage=group.",
-    )
 
 
 def check_algorithm(a: AlgorithmConfig) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlframe.columns import Column, TokenBatch
 from rlframe.config import ConfigError
 from rlframe.losses.base import LossInputs, LossOutputs
 from rlframe.losses.corrections import ratio, ratio_slope
@@ -27,18 +28,26 @@ TokenRule = Callable[[Tensor, Columns], tuple[Tensor, Tensor]]
 """Log-probabilities and the inputs -> the loss of every cell and its derivative with respect to the log-probability."""
 
 
-@dataclass
-class Targets:
-    """Loss inputs of B data with N positions together, on the host; what travels to the ranks beside the tokens."""
+class Targets(TokenBatch):
+    """B data with N positions together: input tokens, and what a loss takes beside them, [N, K] each.
 
-    offsets: np.ndarray
-    """int64[B + 1], first position of every datum, then N."""
-    columns: dict[str, np.ndarray]
-    """[N, K] arrays by input name: ``target_tokens`` int64, all others float32. Padded cells have weight 0."""
+    Padded cells have weight 0.
+    """
 
-    def rows(self, data: np.ndarray) -> np.ndarray:
-        """int64[n], positions of the given data, in their order."""
-        return np.concatenate([np.arange(self.offsets[d], self.offsets[d + 1]) for d in data] or [np.zeros(0, np.int64)])
+    target_tokens = Column[np.ndarray | None](np.int64, added=True)
+    """int64[N, K]"""
+    logprobs = Column[np.ndarray | None](np.float32, added=True)
+    """float32[N, K], nats."""
+    advantages = Column[np.ndarray | None](np.float32, added=True)
+    """float32[N, K]"""
+    weights = Column[np.ndarray | None](np.float32, added=True)
+    """float32[N, K], any real numbers."""
+    mask = Column[np.ndarray | None](np.float32, added=True)
+    """float32[N, K], factors on loss and gradient."""
+    returns = Column[np.ndarray | None](np.float32, added=True)
+    """float32[N, K]"""
+    old_values = Column[np.ndarray | None](np.float32, added=True)
+    """float32[N, K]"""
 
 
 def cross_entropy(logprobs: Tensor, inputs: Columns) -> tuple[Tensor, Tensor]:
@@ -136,8 +145,8 @@ LOSSES: dict[str, LossKind] = {
 """Loss names of the API."""
 
 
-def make_loss(name: str, config: Mapping[str, float], targets: Targets) -> TokenTargets | ValueTargets:
-    """The loss ``name`` over ``targets``; settings that are left out have their defaults.
+def make_loss(name: str, config: Mapping[str, float]) -> TokenTargets | ValueTargets:
+    """The loss ``name`` over `Targets`; settings that are left out have their defaults.
 
     Raises:
         ConfigError: no such loss, or it has no such setting.
@@ -151,10 +160,10 @@ def make_loss(name: str, config: Mapping[str, float], targets: Targets) -> Token
         )
     settings = {**kind.config, **config}
     if kind.rule is None:
-        return ValueTargets(targets, trains=kind.trains, **settings)
+        return ValueTargets(trains=kind.trains, **settings)
     if "clip_low_threshold" in settings:
-        return TokenTargets(kind.rule(settings["clip_low_threshold"], settings["clip_high_threshold"]), targets)
-    return TokenTargets(kind.rule(**settings), targets)
+        return TokenTargets(kind.rule(settings["clip_low_threshold"], settings["clip_high_threshold"]))
+    return TokenTargets(kind.rule(**settings))
 
 
 def _listed(names: Mapping[str, Any]) -> str:
@@ -190,18 +199,18 @@ class TokenTargets:
 
     needs = "lm_head"
 
-    def __init__(self, rule: TokenRule, targets: Targets) -> None:
-        self.rule, self.targets = rule, targets
+    def __init__(self, rule: TokenRule) -> None:
+        self.rule = rule
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """The loss of a micro-batch whose ``indices`` are numbers of data in the targets.
+        """The loss of a micro-batch of `Targets`.
 
         Raises:
             ValueError: there is no lm_head.
         """
         if inputs.lm_head is None:
             raise ValueError("A loss on tokens needs the lm_head.")
-        columns = _columns(self.targets, inputs)
+        columns = _columns(inputs)
         out = fused_loss(inputs.hidden, inputs.lm_head, _Cells(self.rule, columns))
         logprobs = torch.cat([out.logprobs.unsqueeze(1), out.stats[1:].T], 1).float()
         return LossOutputs(
@@ -218,12 +227,12 @@ class ValueTargets:
 
     needs = "value_head"
 
-    def __init__(self, targets: Targets, trains: bool = True, vf_coef: float = 1.0, clip_range: float = _OFF) -> None:
-        self.targets, self.trains, self.vf_coef = targets, trains, vf_coef
+    def __init__(self, trains: bool = True, vf_coef: float = 1.0, clip_range: float = _OFF) -> None:
+        self.trains, self.vf_coef = trains, vf_coef
         self.clip_range = clip_range if clip_range == clip_range else None
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """The loss of a micro-batch whose ``indices`` are numbers of data in the targets.
+        """The loss of a micro-batch of `Targets`.
 
         Raises:
             ValueError: there is no value_head.
@@ -234,7 +243,7 @@ class ValueTargets:
         per_token = {"state_values": values.detach().float()}
         if not self.trains:
             return LossOutputs(None, per_token=per_token)
-        columns = {name: column[:, 0] for name, column in _columns(self.targets, inputs).items()}
+        columns = {name: column[:, 0] for name, column in _columns(inputs).items()}
         weights, returns, old = columns["weights"], columns["returns"], columns.get("old_values")
         errors, clipped = squared_errors(values, returns, old, self.clip_range)
         each = 0.5 * self.vf_coef * _times(weights, errors)
@@ -254,9 +263,9 @@ class ValueTargets:
         return LossOutputs(each.sum(), per_token=per_token, per_trajectory=moments)
 
 
-def _columns(targets: Targets, inputs: LossInputs) -> Columns:
-    rows, device = targets.rows(inputs.batch.indices), inputs.hidden.device
-    return {name: torch.from_numpy(column[rows]).to(device) for name, column in targets.columns.items()}
+def _columns(inputs: LossInputs) -> Columns:
+    columns, device = inputs.batch.columns, inputs.hidden.device
+    return {name: torch.from_numpy(column).to(device) for name, column in columns.items() if name != "tokens"}
 
 
 def _per_datum(inputs: LossInputs, column: Tensor) -> Tensor:

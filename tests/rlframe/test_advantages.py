@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -10,18 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rlframe.advantages.estimators as advantages
+import rlframe.advantages.gae as advantages
 from rlframe import (
     AlgorithmConfig,
     Batch,
     ConfigError,
-    RunningMean,
     Trajectory,
     adaptive_lambda,
     compute_advantages,
     group_advantages,
+    make_estimator,
     skip_observation_gae,
 )
+from rlframe.advantages import Estimator
+from rlframe.advantages.gae import GAE
+from rlframe.advantages.running_mean import RunningMean
 
 
 def trajectory(mask, rewards, finish: str = "stop", index: int = 0) -> Trajectory:
@@ -84,7 +91,7 @@ def test_worked_table(gamma, lam, reward, finish, advantages, returns) -> None:
     batch = batch_of(trajectory(MASK, [0] * 6 + [reward], finish), values=VALUES, bootstrap=[0.7])
     got = skip_observation_gae(batch, gamma, lam)
     np.testing.assert_allclose(got[1:], advantages, atol=1e-6)
-    compute_advantages(batch, AlgorithmConfig(gamma=gamma, lambda_policy=lam, lambda_critic=lam))
+    compute_advantages(batch, GAE(AlgorithmConfig(gamma=gamma, lambda_policy=lam, lambda_critic=lam)))
     np.testing.assert_allclose(batch.advantages[1:], advantages, atol=1e-6)
     np.testing.assert_allclose(batch.returns[1:], returns, atol=1e-6)
     assert batch.advantages[0] == batch.returns[0] == 0
@@ -149,7 +156,7 @@ def test_lambda_one_gives_monte_carlo_returns(batch: Batch) -> None:
     """With gamma and lambda 1 every return is the sum of what is still to come, the bootstrap included; no reward is lost."""
     if not batch.num_actions:
         return
-    compute_advantages(batch, AlgorithmConfig(lambda_critic=1.0))
+    compute_advantages(batch, GAE(AlgorithmConfig(lambda_critic=1.0)))
     for b in range(len(batch)):
         rows = np.arange(batch.offsets[b], batch.offsets[b + 1])
         acting = rows[batch.action_mask[rows]]
@@ -204,7 +211,7 @@ def test_the_policy_uses_the_adaptive_lambda_of_its_own_length_and_the_critic_it
     batch = batch_of(
         *(trajectory(m, [0] * (len(m) - 1) + [1], index=i) for i, m in enumerate(masks)), values=rng.normal(size=17)
     )
-    compute_advantages(batch, AlgorithmConfig(lambda_alpha=1.5, lambda_critic=1.0))
+    compute_advantages(batch, GAE(AlgorithmConfig(lambda_alpha=1.5, lambda_critic=1.0)))
     for b, n in enumerate((1, 4, 9)):
         rows = slice(batch.offsets[b], batch.offsets[b + 1])
         np.testing.assert_allclose(batch.advantages[rows], plain_loop(batch, b, 1.0, 1 - 1 / (1.5 * n)), rtol=1e-5, atol=1e-6)
@@ -220,12 +227,16 @@ def test_group_advantages() -> None:
     np.testing.assert_array_equal(group_advantages(np.ones(4), np.zeros(4), normalize=True), 0)
 
 
+def running_mean(decay: float) -> RunningMean:
+    return RunningMean(AlgorithmConfig(running_mean_decay=decay))
+
+
 def test_running_mean_knows_only_the_past_and_survives_a_checkpoint() -> None:
-    mean = RunningMean(decay=0.5)
+    mean = running_mean(0.5)
     assert mean.baseline(np.array([1.0, 3.0])) == 2.0
     assert mean.baseline(np.array([100.0])) == 2.0
     # Weights 0.25 and 0.5 of the two batches so far.
-    restored = RunningMean()
+    restored = running_mean(0.5)
     restored.load_state_dict(mean.state_dict())
     for m in (mean, restored):
         assert m.baseline(np.array([0.0])) == pytest.approx((0.25 * 2 + 0.5 * 100) / 0.75)
@@ -233,10 +244,10 @@ def test_running_mean_knows_only_the_past_and_survives_a_checkpoint() -> None:
 
 def test_a_resume_with_another_decay_keeps_the_past_and_weighs_it_anew() -> None:
     """Batch means 2, then 100 under decay 0.5; afterwards 0 and 10 under 0.9."""
-    mean = RunningMean(decay=0.5)
+    mean = running_mean(0.5)
     for reward in (2.0, 100.0):
         mean.baseline(np.array([reward]))
-    resumed = RunningMean(decay=0.9)
+    resumed = running_mean(0.9)
     resumed.load_state_dict({"decay": 0.5, **mean.state_dict()})  # older checkpoints hold the setting, too
     assert resumed.decay == 0.9
     resumed.baseline(np.array([0.0]))
@@ -255,7 +266,7 @@ def test_a_resume_with_another_decay_keeps_the_past_and_weighs_it_anew() -> None
 def test_without_a_critic_every_action_token_gets_the_reward_minus_a_baseline(algorithm, baselines) -> None:
     mask = [False, True, False, True]
     batch = batch_of(trajectory(mask, [0, 1, 0, 0]), trajectory(mask, [0, 0, 3, 0]), trajectory(mask, [0, 0, 0, 7], index=1))
-    compute_advantages(batch, algorithm, RunningMean())
+    compute_advantages(batch, make_estimator(algorithm))
     for b, reward in enumerate((1, 3, 7)):
         rows = slice(batch.offsets[b], batch.offsets[b + 1])
         np.testing.assert_allclose(batch.advantages[rows], np.array(mask) * (reward - baselines[b]), rtol=1e-6)
@@ -265,11 +276,123 @@ def test_without_a_critic_every_action_token_gets_the_reward_minus_a_baseline(al
 def test_what_is_missing_is_said() -> None:
     batch = batch_of(trajectory([False, True], [0, 1]))
     with pytest.raises(ValueError, match="no values"):
-        compute_advantages(batch, AlgorithmConfig())
-    with pytest.raises(ConfigError, match="RunningMean"):
-        compute_advantages(batch, AlgorithmConfig(advantage="running_mean"))
-    with pytest.raises(ConfigError, match="not known"):
-        compute_advantages(batch, AlgorithmConfig(advantage="ppo"))
+        compute_advantages(batch, GAE(AlgorithmConfig()))
+    with pytest.raises(ConfigError, match="not known; choose one of gae, running_mean, group, none, or module:Class"):
+        make_estimator(AlgorithmConfig(advantage="ppo"))
     batch.values = np.array([0, np.nan], np.float32)
     with pytest.raises(ValueError, match=r"prompt 'p0'.*token 1: values is not finite"):
-        compute_advantages(batch, AlgorithmConfig())
+        compute_advantages(batch, GAE(AlgorithmConfig()))
+
+
+DOC = Path(__file__).parents[2] / "docs" / "algorithms.md"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current directory of a user, with modules of theirs; its modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_the_documented_estimator_of_ones_own(folder) -> None:
+    """Rewards 1, 3, 5, then 10, 20, 30: the median of the first batch, then of that batch alone, and so after a resume."""
+    (source,) = re.findall(r"```python\n(# my_advantages.py\n.*?)```", DOC.read_text(), re.DOTALL)
+    (folder / "my_advantages.py").write_text(source)
+    algorithm = AlgorithmConfig(advantage="my_advantages:PastMedian", advantage_args={"batches": 2})
+    estimator, mask = make_estimator(algorithm), [False, True]
+
+    def advantages(estimator, rewards) -> list[float]:
+        batch = batch_of(*(trajectory(mask, [0, reward]) for reward in rewards))
+        compute_advantages(batch, estimator)
+        np.testing.assert_array_equal(batch.returns[1::2], rewards)
+        return batch.advantages[1::2].tolist()
+
+    assert advantages(estimator, [1, 3, 5]) == [-2, 0, 2]
+    assert advantages(estimator, [10, 20, 30]) == [7, 17, 27]
+    resumed = make_estimator(algorithm)
+    resumed.load_state_dict(json.loads(json.dumps(estimator.state_dict())))
+    for each in (estimator, resumed):
+        assert advantages(each, [0, 0]) == [-7.5, -7.5], "the median of 1, 3, 5, 10, 20, 30"
+
+
+OWN = """
+from rlframe.advantages import Estimator
+
+class Fits(Estimator):
+    def __init__(self, algorithm, scale=1.0): ...
+    def __call__(self, batch): return batch.rewards, batch.rewards
+
+class Alone:
+    def __init__(self, algorithm): ...
+    def __call__(self, batch): ...
+
+class Unsure(Fits):
+    needs_critic = "yes"
+
+class Lists(Fits):
+    settings = ("gama",)
+
+class Kept(Fits):
+    def state_dict(self): return {"past": {1.0, 2.0}}
+
+def maker(algorithm): return Fits
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "sentence"),
+    [
+        ("absent:Fits", {}, r"advantage=absent:Fits cannot be imported: ModuleNotFoundError: No module named 'absent'\."),
+        ("broken:Fits", {}, r"advantage=broken:Fits cannot be imported: ZeroDivisionError: division by zero\."),
+        ("own:Fitz", {}, r"advantage=own:Fitz names nothing: .*own\.py has no 'Fitz'\."),
+        ("own:", {}, r"advantage=own: names nothing"),
+        ("own:number", {}, r"advantage=own:number is no class"),
+        (
+            "own:Fits",
+            {"skale": 2},
+            r"advantage_args=\{'skale': 2\}: got an unexpected keyword argument 'skale'",
+        ),
+        ("own:Alone", {}, r"no advantage estimator: it has no method check; subclass rlframe\.advantages\.Estimator\."),
+        ("own:Unsure", {}, r"its needs_critic is 'yes' instead of True or False"),
+        ("own:Lists", {}, r"its settings are \('gama',\) instead of a tuple of fields of algorithm"),
+        ("own:Kept", {}, r"its state_dict does not go into JSON \(Object of type set"),
+        ("own:maker", {}, r"it is a class instead of an object"),
+        ("gae", {"decay": 0.5}, r"advantage=gae cannot be built with algorithm\.advantage_args=\{'decay': 0\.5\}"),
+    ],
+)
+def test_what_is_no_estimator_is_refused_in_one_sentence(folder, path, args, sentence) -> None:
+    (folder / "own.py").write_text(OWN)
+    (folder / "broken.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match=sentence) as refusal:
+        make_estimator(AlgorithmConfig(advantage=path, advantage_args=args))
+    assert "\n" not in str(refusal.value)
+    make_estimator(AlgorithmConfig(advantage="own:Fits", advantage_args={"scale": 2.0}))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [((np.zeros(3), np.zeros(2)), "gave advantages of shape"), ((np.full(2, np.nan), np.zeros(2)), "advantages is not finite")],
+)
+def test_what_an_estimator_gives_is_checked(given, sentence) -> None:
+    class Wrong(Estimator):
+        def __call__(self, batch):
+            return given
+
+    with pytest.raises(ValueError, match=sentence):
+        compute_advantages(batch_of(trajectory([False, True], [0, 1])), Wrong())
+
+
+def test_what_an_estimator_gives_off_the_mask_is_dropped() -> None:
+    class Everywhere(Estimator):
+        def __call__(self, batch):
+            return np.full(3, 2.0), np.array([np.nan, 1.0, 5.0])
+
+    batch = batch_of(trajectory([False, True, False], [0, 1, 0]))
+    compute_advantages(batch, Everywhere())
+    assert batch.advantages.tolist() == [0, 2, 0] and batch.returns.tolist() == [0, 1, 0]
+    assert batch.advantages.dtype == batch.returns.dtype == np.float32

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -19,6 +17,7 @@ from rlframe import (
     ValueLoss,
     check_batch,
     compute_advantages,
+    make_estimator,
     policy_loss,
     value_loss,
 )
@@ -81,7 +80,7 @@ def test_an_empty_batch_and_one_without_actions() -> None:
     with pytest.raises(ValueError, match="at least one trajectory"):
         Batch.from_trajectories([])
     silent = Batch.from_trajectories([Trajectory(**fields(action_mask=np.zeros(6, bool)))])
-    for refuse in (check_batch, lambda batch: compute_advantages(batch, AlgorithmConfig(advantage="none"))):
+    for refuse in (check_batch, lambda batch: compute_advantages(batch, make_estimator(AlgorithmConfig(advantage="none")))):
         with pytest.raises(ValueError, match="no action token: action_mask is False everywhere"):
             refuse(silent)
         with pytest.raises(ValueError, match="no trajectories"):
@@ -127,7 +126,7 @@ def test_nothing_on_masked_rows_has_an_influence(loss) -> None:
 
 
 def broken(case: Case, **changes) -> LossInputs:
-    return LossInputs(case.hidden, replace(case.batch, **changes), LMHead(case.weight))
+    return LossInputs(case.hidden, case.batch.with_columns(**changes), LMHead(case.weight))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +258,7 @@ def test_a_batch_whose_numbers_cannot_be_names_the_trajectory() -> None:
         with pytest.raises(ValueError, match=sentence):
             ValueLoss()(LossInputs(case.hidden, case.batch, value_head=lambda h: h.sum(-1)))
         with pytest.raises(ValueError, match=sentence):
-            compute_advantages(case.batch, AlgorithmConfig())
+            compute_advantages(case.batch, make_estimator(AlgorithmConfig()))
 
 
 def test_values_and_returns_of_the_functional_form_are_finite() -> None:

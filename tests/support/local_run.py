@@ -17,6 +17,7 @@ from trainer.watch.tracking import Tracker
 from workers.learner import rank as learner_module
 from workers.learner.group import LearnerGroup
 from workers.learner.rank import LearnerRank
+from workers.learner.roles import critic_names
 from workers.rollout.group import RolloutGroup
 from workers.rollout.settings import serves_other_weights
 from workers.rollout.worker import RolloutWorker
@@ -112,7 +113,7 @@ async def _attempt(config, run_dir, resume, signals, worker, rank, conclusion):
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
     rollouts = rollout_group(config, inputs, worker)
     evaluators = rollout_group(evaluator_config(config), inputs, worker) if serves_other_weights(config.rollout) else rollouts
-    learner = LocalLearner([Handle(rank(config, inputs.model_path, 0, None, (inputs.environment.name,)))])
+    learner = LocalLearner([Handle(rank(config, inputs.model_path, 0, None, critic_names(config)))])
     controller = None
     try:
         await asyncio.gather(*(group.start() for group in {rollouts, evaluators, learner}))

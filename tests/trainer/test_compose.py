@@ -254,3 +254,34 @@ def test_an_installed_wheel_carries_its_configs(tmp_path):
         text=True,
     ).stdout.split()
     assert out == [str(site / "rlframe" / "__init__.py"), "dis"]
+
+
+def test_an_advantage_of_ones_own_is_tried_where_settings_are_read(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "composed_advantages.py").write_text(
+        "from rlframe.advantages import Estimator\n"
+        "class Own(Estimator):\n"
+        "    settings = ('gamma',)\n"
+        "    def __init__(self, algorithm, scale): ...\n"
+        "    def __call__(self, batch): ...\n"
+    )
+    own, scale = "algorithm.advantage=composed_advantages:Own", "algorithm.advantage_args.scale=2"
+    assert compose([own, scale, "algorithm.gamma=0.5"]).algorithm.advantage_args == {"scale": 2}
+    assert refusal(own).startswith("algorithm.advantage=composed_advantages:Own cannot be built")
+    assert refusal("algorithm.advantage=absent:Own").startswith("algorithm.advantage=absent:Own cannot be imported")
+    without = "has no effect with algorithm.advantage=composed_advantages:Own"
+    assert f"critic.ensemble {without}, which has no critic" in refusal(own, scale, "critic.ensemble=2")
+    assert f"algorithm.lambda_critic {without};" in refusal(own, scale, "algorithm.lambda_critic=1")
+    message = refusal(own, scale, "algorithm.normalize_advantages=true")
+    assert message.endswith("set algorithm.normalize_advantages=false or algorithm.advantage=group.")
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_setting_that_is_gone_is_refused_on_the_command_line_and_read_over_in_saved_runs(tmp_path, value):
+    assert refusal(f"critic.per_env={value}") == (
+        "critic.per_env is gone, since a run has one environment, and its critic is that environment's already; leave it out."
+    )
+    text = to_yaml(compose())
+    assert "\ncritic:\n" in text
+    (tmp_path / "config.yaml").write_text(text.replace("\ncritic:\n", f"\ncritic:\n  per_env: {value}\n"))
+    assert load_yaml(tmp_path / "config.yaml") == compose()

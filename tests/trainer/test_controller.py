@@ -68,6 +68,27 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(tmp_path, actor):
 
 
 @pytest.mark.slow
+def test_an_advantage_of_ones_own_goes_on_from_its_state(tmp_path, monkeypatch):
+    """Its baseline is the number of batches that it has seen, so a forgotten state shows in every number after a resume."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "counting_advantages.py").write_text(
+        "from rlframe.advantages import Estimator, per_token, total_rewards\n"
+        "class Counting(Estimator):\n"
+        "    def __init__(self, algorithm): self.state = {'seen': 0}\n"
+        "    def __call__(self, batch):\n"
+        "        self.state['seen'] += 1\n"
+        "        return per_token(batch, total_rewards(batch) - self.state['seen']), per_token(batch, total_rewards(batch))\n"
+        "    def state_dict(self): return self.state\n"
+        "    def load_state_dict(self, state): self.state = state\n"
+    )
+    options = ["max_staleness=0", "algorithm.advantage=counting_advantages:Counting"]
+    whole = numbers(run(tmp_path / "whole", *options))
+    run(tmp_path / "cut", *options, "steps=2")
+    assert last_state(tmp_path / "cut")["advantage"] == {"seen": 2}
+    assert numbers(run(tmp_path / "cut", *options, resume=True))[3:] == whole[3:]
+
+
+@pytest.mark.slow
 def test_on_policy_the_trainer_and_the_sampler_agree(tmp_path):
     rows = run(tmp_path, "max_staleness=0", "rollout.temperature=0.7")
     for row in rows[1:]:

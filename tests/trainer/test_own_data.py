@@ -76,9 +76,9 @@ def test_a_run_on_a_task_of_one_or_several_turns(user_folder, name, turns):
 
 
 @pytest.mark.slow
-def test_an_environment_of_ones_own_has_a_critic_of_its_own(user_folder):
+def test_an_environment_of_ones_own_trains_a_critic_and_resumes(user_folder):
     """Its name is the environment's, which is not what ``task.name`` says, and no name of a file."""
-    options = ["task.name=own_environment:Sums", "critic.per_env=true", UNTRAINED, "steps=1"]
+    options = ["task.name=own_environment:Sums", UNTRAINED, "steps=1"]
     rows = run(user_folder / "run", *options)
     assert math.isfinite(rows[1]["critic/value_loss"]), "without a critic's update there is none"
     assert [row["step"] for row in run(user_folder / "run", *options, "steps=2", resume=True)] == [0, 1, 2]

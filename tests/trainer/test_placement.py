@@ -68,11 +68,14 @@ def test_without_gae_there_is_no_critic():
     assert critic_names(config) == ()
 
 
-def test_one_critic_for_each_environment_is_named_after_it():
-    config = job()
-    config.critic.per_env = True
-    assert critic_names(config) == ("critic_0",)
-    assert critic_names(config, environments=2) == ("critic_0", "critic_1")
+def test_an_advantage_of_ones_own_says_whether_there_is_a_critic(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "placed_advantages.py").write_text(
+        "from rlframe.advantages.gae import GAE\nclass Valued(GAE): pass\nclass Plain(GAE): needs_critic = False\n"
+    )
+    valued, plain = (job(advantage=f"placed_advantages:{name}") for name in ("Valued", "Plain"))
+    assert backbones(valued) == [(False, ("actor", "critic_0"))] and critic_names(valued) == ("critic_0",)
+    assert backbones(plain) == [(False, ("actor",))] and critic_names(plain) == ()
 
 
 def test_the_request_adds_up_over_learner_and_rollout_workers():

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlframe.advantages import make_estimator
+from rlframe.config import AlgorithmConfig
 from rlframe.files import seal
 from rlframe.types import Batch, Trajectory
 from trainer.run.checkpoints import Checkpoints, verify
@@ -227,3 +229,14 @@ def test_finished_trajectories_come_back_slot_by_slot(tmp_path):
         for name in ("tokens", "action_mask", "logprobs", "head_logprobs", "versions", "rewards", "offsets"):
             np.testing.assert_array_equal(getattr(restored, name), getattr(original, name))
     assert json.dumps(read_state(directory)["slots"]) == "[]"
+
+
+def test_a_checkpoint_of_former_versions_still_gives_its_running_mean(tmp_path):
+    """They named the state of that estimator, whatever the run used; the decay was part of it once."""
+    state = {"step": 3, "slots": [], "running_mean": {"decay": 0.5, "total": 1.5, "weight": 0.75}}
+    write_state(tmp_path, state, [], "steps: 1")
+    restored = read_state(tmp_path)["advantage"]
+    for name in ("running_mean", "gae", "group", "none"):
+        estimator = make_estimator(AlgorithmConfig(advantage=name))
+        estimator.load_state_dict(restored)
+        assert name != "running_mean" or estimator.mean == 2.0

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlframe.advantages import compute_advantages
-from rlframe.config import AlgorithmConfig, ConfigError
+from rlframe.advantages import compute_advantages, make_estimator
+from rlframe.config import AlgorithmConfig
 from rlframe.models import resolve_model
 from rlframe.types import Batch, Trajectory
 from trainer.settings.compose import compose
 from workers.learner import rank as learner_module
 from workers.learner.rank import LearnerRank
+from workers.learner.roles import critic_names
 
 pytestmark = pytest.mark.slow
 
@@ -46,11 +47,11 @@ def rank(monkeypatch):
     monkeypatch.setattr(learner_module, "_node_ip", lambda: "127.0.0.1")
     built = []
 
-    def build(*overrides, environments=()):
+    def build(*overrides):
         while built:
             built.pop().close()
         config = compose(["algorithm=bypass_pg_token_tis", *overrides])
-        learner = LearnerRank(config, resolve_model(config.model), 0, None, environments)
+        learner = LearnerRank(config, resolve_model(config.model), 0, None, critic_names(config))
         built.append(learner)
         learner.start(learner.rendezvous())
         return learner
@@ -121,40 +122,10 @@ def test_a_cut_trajectory_is_worth_what_the_critics_say_after_its_last_token(ran
     after = learner.values(Batch.from_trajectories([longer]))[0][8]
     for each, second in ((batch, False), (ended, True)):
         each.values, each.bootstrap = learner.values(each)
-        compute_advantages(each, AlgorithmConfig(advantage="gae", gamma=1.0, lambda_critic=1.0))
+        compute_advantages(each, make_estimator(AlgorithmConfig(gamma=1.0, lambda_critic=1.0)))
         assert abs(after) > 1e-3
         np.testing.assert_allclose(each.returns[3:8], after, atol=1e-6)
         np.testing.assert_allclose(each.returns[8:][3:], each.bootstrap[1] if second else 0, atol=1e-6)
-
-
-PER_ENV = ("critic.per_env=true", "critic.optim.warmup_steps=0", "critic.optim.lr=1e-2")
-
-
-def test_each_environment_has_its_own_critic(rank):
-    """Each learns from its own trajectories alone: as one critic does that sees nothing else."""
-    learner = rank(*PER_ENV, environments=("other", "arithmetic"))
-    for _ in range(2):
-        learner.update_critic(BATCH)
-    values, bootstrap = learner.values(BATCH)
-    for seed, which in ((0, [1]), (1, [0, 2])):
-        alone = rank("critic.optim.warmup_steps=0", "critic.optim.lr=1e-2", f"seed={seed}")
-        part = BATCH.select(which)
-        for _ in range(2):
-            alone.update_critic(part)
-        expected, last = alone.values(part)
-        rows = np.concatenate([np.arange(BATCH.offsets[b], BATCH.offsets[b + 1]) for b in which])
-        assert np.abs(expected[part.action_mask]).min() > 0
-        np.testing.assert_allclose(values[rows], expected, atol=1e-6)
-        np.testing.assert_allclose(bootstrap[which], last, atol=1e-6)
-
-
-def test_a_trajectory_that_no_critic_is_for_is_refused_by_name(rank):
-    learner = rank(*PER_ENV, environments=("arithmetic",))
-    for call in (learner.values, learner.update_critic):
-        with pytest.raises(ValueError, match=r"\(index 1\): no critic is for its environment 'other'; .* has arithmetic"):
-            call(BATCH)
-    with pytest.raises(ConfigError, match="needs one critic for each environment"):
-        rank("critic.per_env=true")
 
 
 def test_an_actor_update_leaves_the_critic_and_the_base_alone(rank):

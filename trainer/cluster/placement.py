@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from rlframe.config import ConfigError
 from trainer.cluster.fitting import fit
 from trainer.settings.config import Config
+from workers.learner.roles import critic_names
 from workers.rollout.settings import serves_other_weights
-from workers.settings import critic_names
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ REFUSED: dict[str, str] = {
     "critic.mode": _SESSIONS,
     "critic.lora": _SESSIONS,
     "critic.ensemble": _SESSIONS,
-    "critic.per_env": _SESSIONS,
 }
 """Keys, or sections, and why a change of them is refused."""
 

@@ -1,4 +1,4 @@
-"""prompts -> rollouts -> buffer -> values -> skip-observation GAE -> K critic updates -> actor update -> weight sync -> log.
+"""prompts -> rollouts -> buffer -> values -> advantages -> K critic updates -> actor update -> weight sync -> log.
 
                       +----------------------- rollouts.submit(prompts) <----------- buffer.put(prompt)
                       v                                                                  ^
@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import dataclass
 
-from rlframe.advantages import RunningMean, compute_advantages
+from rlframe.advantages import compute_advantages, make_estimator
 from rlframe.types import Batch, Prompt
 from trainer.run import lost_workers, recovery
 from trainer.run.buffer import Buffer, State
@@ -62,7 +63,6 @@ class Controller:
     config: Config
     stream: PromptStream
     eval_prompts: list[Prompt]
-    stop_token_ids: tuple[int, ...]
     head_size: int
     sync_mode: str
     rollouts: RolloutGroup
@@ -79,9 +79,9 @@ class Controller:
         prompts_per_step = config.batch_size // config.algorithm.rollouts_per_prompt
         self.buffer: Buffer[Prompt, Batch] = Buffer(prompts_per_step, config.max_staleness, config.reorder_window)
         self.faults = Faults(self.buffer.capacity, config.algorithm.rollouts_per_prompt, self.tracker.note)
-        self.running_mean = RunningMean(config.algorithm.running_mean_decay)
-        self.baseline = self.running_mean.state_dict()
-        """State of the running mean before the batch in work."""
+        self.estimator = make_estimator(config.algorithm)
+        self.estimator_before = deepcopy(self.estimator.state_dict())
+        """State of the advantage estimator before the batch in work."""
         self.watchdog = Watchdog(config.cluster.watchdog_s, self.tracker.run_dir / "logs" / "stuck.txt", self.tracker.say)
         self.waits = self.watchdog.waits
         self.policy = asyncio.Lock()
@@ -174,7 +174,7 @@ class Controller:
 
     async def train_step(self) -> bool:
         """One step, if there is no request to stop; every number in ``timers`` is a metric."""
-        timers, algorithm = Timers(), self.config.algorithm
+        timers, critic = Timers(), self.estimator.needs_critic
 
         # 1. the oldest batch of rollouts
         self.waits("learn", "the oldest batch of rollouts", self.rollouts.state, self.rollouts.progress)
@@ -182,20 +182,20 @@ class Controller:
             slots = await self.buffer.take()
         if not slots:
             return False
-        self.step, self.phase, self.baseline = self.step + 1, Phase.TAKEN, self.running_mean.state_dict()
-        actor_rests = self.step <= self.config.critic.warmup_steps and algorithm.advantage == "gae"
+        self.step, self.phase, self.estimator_before = self.step + 1, Phase.TAKEN, deepcopy(self.estimator.state_dict())
+        actor_rests = critic and self.step <= self.config.critic.warmup_steps
         batch = Batch.concat([slot.result for slot in slots if slot.result is not None])
+        shared = self.learner.share_columns(batch)
         metrics = {**rollout_metrics(batch), **staleness_metrics(batch, self.version)}
 
         # 2. values
-        if algorithm.advantage == "gae":
+        if critic:
             self.waits("learn", "the critic's values")
             with timers("values"):
-                batch.values, batch.bootstrap = await self.learner.values(self.learner.share(batch))
+                batch.values, batch.bootstrap = await self.learner.values(shared)
 
         # 3. advantages and returns
-        compute_advantages(batch, algorithm, self.running_mean)
-        shared = self.learner.share(batch)
+        compute_advantages(batch, self.estimator)
 
         # 4. what people will see of this batch
         with timers("sample"):
@@ -204,7 +204,7 @@ class Controller:
         async with self.learning:
             # 5. K critic updates
             self.phase = Phase.UPDATING
-            if algorithm.advantage == "gae":
+            if critic:
                 with timers("train_critic"):
                     for _ in range(self.config.critic.updates_per_step):
                         self.waits("learn", "an update of the critic")
@@ -307,7 +307,6 @@ class Controller:
             top_p=rollout.top_p if training else 1.0,
             top_k=rollout.top_k if training else 0,
             logprobs=self.head_size if training else 0,
-            stop_token_ids=self.stop_token_ids,
         )
 
     def due(self, every: int) -> bool:

@@ -42,6 +42,7 @@ from workers.environments.base import Environment
 from workers.environments.checks import check_problems
 from workers.environments.prompt_file import PromptFile
 from workers.learner.group import LearnerGroup
+from workers.learner.roles import critic_names
 from workers.learner.sessions import check_sessions
 from workers.pools import Pool
 from workers.process import find_modules_in
@@ -266,7 +267,7 @@ async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: 
         evaluators = RolloutGroup.launch(
             evaluator_config(config), inputs.model_path, f"{logs}/evaluation", pools["rollout"].behind(config.rollout.workers)
         )
-    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"], (inputs.environment.name,))
+    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"], critic_names(config))
     limit = config.cluster.startup_timeout_s
     starts = [group.start() for group in {rollouts, evaluators}]
     starts.append(started("The learner", f"{logs}/learner_*.log", learner.start()))
@@ -299,7 +300,6 @@ def make_controller(
         config=config,
         stream=inputs.stream,
         eval_prompts=inputs.eval_prompts,
-        stop_token_ids=tuple(inputs.environment.stop_token_ids),
         head_size=min(config.rollout.head_size, inputs.vocab_size) if config.algorithm.score_centering else 0,
         sync_mode=sync_mode(config),
         rollouts=rollouts,

@@ -2,7 +2,8 @@
 `trainer.run.checkpoints`; weights, moments and random states are the learner ranks' part.
 
     config.yaml           the configuration of the attempt that wrote the checkpoint
-    trainer.json          counts, data position, slots of the buffer in order, baselines, policy version and checksum, wandb id
+    trainer.json          counts, data position, slots of the buffer in order, state of the advantage estimator, policy
+                          version and checksum, wandb id
     buffer.safetensors    finished trajectories that wait for training
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from copy import deepcopy
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -56,7 +57,7 @@ def snapshot(controller: Controller) -> Callable[[Path], list[Path]]:
         "position": controller.stream.position,
         "returned": controller.stream.returned,
         "prompts": controller.stream.fingerprint,
-        "running_mean": controller.baseline if taken else controller.running_mean.state_dict(),
+        "advantage": controller.estimator_before if taken else deepcopy(controller.estimator.state_dict()),
         "faults": dict(controller.faults.counts),
         "dropped": controller.buffer.dropped,
         "wandb_id": controller.tracker.wandb_id,
@@ -71,10 +72,11 @@ def write_state(directory: Path, state: dict[str, Any], batches: list[Batch], co
     """Write the files of the module's docstring; ``batches`` are those of the finished slots, in order."""
     paths = [directory / "config.yaml", directory / "trainer.json"]
     if batches:
-        joined = asdict(Batch.concat(batches))
+        joined = Batch.concat(batches)
+        rest = {name: column for name, column in joined.columns.items() if isinstance(column, list)}
+        arrays = {name: column for name, column in joined.columns.items() if name not in rest}
         paths.append(directory / "buffer.safetensors")
-        save_file({name: value for name, value in joined.items() if isinstance(value, np.ndarray)}, str(paths[-1]))
-        rest = {name: value for name, value in joined.items() if isinstance(value, list)}
+        save_file({"offsets": joined.offsets, **arrays}, str(paths[-1]))
         state = state | {"buffer": rest | {"sizes": [len(batch) for batch in batches]}}
     paths[0].write_text(config, "utf-8")
     paths[1].write_text(json.dumps(state))
@@ -91,7 +93,7 @@ def restore(controller: Controller, directory: Path) -> None:
     controller.step, controller.version = state["step"], state["version"]
     stream, buffer = controller.stream, controller.buffer
     stream.position, stream.returned = state["position"], []
-    controller.running_mean.load_state_dict(state["running_mean"])
+    controller.estimator.load_state_dict(state["advantage"])
     controller.faults.counts |= state["faults"]
     buffer.dropped = state["dropped"]
     batches = read_batches(directory)
@@ -135,6 +137,8 @@ def check_prompts(directory: Path, stream: PromptStream) -> None:
 def read_state(directory: Path) -> dict[str, Any]:
     """The JSON part of the controller's state."""
     state: dict[str, Any] = json.loads((directory / "trainer.json").read_text())
+    if "running_mean" in state:  # of versions in which that was the only estimator with a state
+        state["advantage"] = state.pop("running_mean")
     return state
 
 

@@ -6,11 +6,11 @@ Formulas of losses are `rlframe.losses.targets`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from rlframe.losses.targets import LOSSES, LossKind, Targets
-from rlframe.types import Batch
 from trainer.server.errors import UserError
 from trainer.server.protobuf import Datum, PassRequest, write_outputs
 
@@ -30,8 +30,7 @@ class Limits:
 class Work:
     """The data of one or more chunks as one batch."""
 
-    batch: Batch
-    targets: Targets
+    batch: Targets
     shapes: list[tuple[int, ...]]
     """Shape of the targets of every datum: [T] or [T, K]."""
 
@@ -128,7 +127,7 @@ def assemble(requests: list[PassRequest], kind: LossKind) -> Work:
     weights = _column(
         data, offsets, width, "weights", [weights_of(datum, shape) for datum, shape in zip(data, shapes, strict=True)]
     )
-    columns = {}
+    columns: dict[str, Any] = {}
     for name in ("target_tokens", "logprobs", "advantages", "returns", "old_values"):
         used = name in (*kind.required, *kind.optional) and (on_tokens or name != "target_tokens")
         if used and kind.trains and all(name in datum.inputs for datum in data):
@@ -140,7 +139,8 @@ def assemble(requests: list[PassRequest], kind: LossKind) -> Work:
         columns["weights"] = weights
     elif (weights != 1).any():
         columns["mask"] = weights
-    return Work(_batch(data, offsets), Targets(offsets, columns), shapes)
+    tokens = np.concatenate([datum.tokens for datum in data])
+    return Work(Targets(offsets, tokens=tokens, **columns), shapes)
 
 
 def _column(data: list[Datum], offsets: np.ndarray, width: int, name: str, arrays: list[np.ndarray]) -> np.ndarray:
@@ -150,25 +150,6 @@ def _column(data: list[Datum], offsets: np.ndarray, width: int, name: str, array
         rows = array.reshape(len(data[d].tokens), -1)
         column[offsets[d] : offsets[d + 1], : rows.shape[1]] = rows
     return column
-
-
-def _batch(data: list[Datum], offsets: np.ndarray) -> Batch:
-    count, total = len(data), int(offsets[-1])
-    return Batch(
-        offsets=offsets,
-        tokens=np.concatenate([datum.tokens for datum in data]),
-        action_mask=np.zeros(total, bool),
-        logprobs=np.zeros(total, np.float32),
-        head_ids=np.zeros((total, 0), np.int32),
-        head_logprobs=np.zeros((total, 0), np.float32),
-        versions=np.zeros(total, np.int32),
-        rewards=np.zeros(total, np.float32),
-        finish=["stop"] * count,
-        prompt_ids=[""] * count,
-        indices=np.arange(count, dtype=np.int64),
-        envs=[""] * count,
-        metadata=[{}] * count,
-    )
 
 
 def answers(work: Work, outputs: dict[str, np.ndarray], requests: list[PassRequest]) -> list[bytes]:

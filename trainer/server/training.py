@@ -211,7 +211,7 @@ class Training:
             self._store.save_run(model.info)
         work = data.assemble(requests, kind)
         train = not first.forward_only
-        outputs = await self._group.session_pass(model.info.id, work.batch, work.targets, first.loss, first.settings, train)
+        outputs = await self._group.session_pass(model.info.id, work.batch, first.loss, first.settings, train)
         model.gradient = model.gradient or train
         return data.answers(work, outputs, requests)
 

@@ -7,7 +7,8 @@ Checks look at the resolved `Config` only, so they hold for the command line, fo
 
 from __future__ import annotations
 
-from rlframe.config.algorithm import check_advantage, check_algorithm
+from rlframe.advantages import check_advantage, make_estimator
+from rlframe.config.algorithm import check_algorithm
 from rlframe.config.engine_checks import check_engine
 from rlframe.config.model import check_model
 from rlframe.config.validate import check_fields, refuse
@@ -44,7 +45,7 @@ def check(config: Config) -> None:
 def _steps(config: Config) -> None:
     warmup, steps = config.critic.warmup_steps, config.steps
     refuse(
-        config.algorithm.advantage == "gae" and warmup >= steps,
+        make_estimator(config.algorithm).needs_critic and warmup >= steps,
         f"critic.warmup_steps={warmup} leaves the actor no step with steps={steps}; lower critic.warmup_steps or raise steps.",
     )
 

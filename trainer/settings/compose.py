@@ -28,7 +28,7 @@ from trainer.settings.config import Config
 from trainer.settings.overrides import Given, example, inside_dictionary, parse, settings, unknown, wanted_type
 from trainer.settings.presets import configs_dir
 from trainer.settings.redact import hidden_names, without_secrets
-from trainer.settings.renamed import name_bands, rename
+from trainer.settings.renamed import REMOVED, name_bands, rename
 from trainer.settings.unused import unused
 
 
@@ -99,6 +99,10 @@ def load_yaml(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path} cannot be read as a configuration: {str(error).splitlines()[0]}.") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} is not a configuration: it is not a mapping of settings.")
+    for key in REMOVED:
+        section, _, name = key.rpartition(".")
+        if isinstance(loaded.get(section), dict):
+            loaded[section].pop(name, None)
     for key in _leaves(loaded):
         inside_dictionary(key)
     groups = options()

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from rlframe.config import ConfigError
 from rlframe.config.validate import nearest
 from trainer.settings.config import Config
-from trainer.settings.renamed import current
+from trainer.settings.renamed import REMOVED, current
 
 ALIASES = {
     "learning_rate": "lr",
@@ -222,6 +222,8 @@ def inside_dictionary(key: str) -> bool:
     Raises:
         ConfigError: the schema has no such setting.
     """
+    if key in REMOVED:
+        raise ConfigError(f"{key} is gone, since {REMOVED[key]}; leave it out.")
     here: Any = Config
     parts = key.split(".")
     for depth, part in enumerate(parts):

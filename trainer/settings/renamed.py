@@ -17,6 +17,8 @@ from rlframe.config.algorithm import band
 
 RENAMED: dict[str, str] = {}
 """Old name -> new name, of a setting or of a whole section, dotted."""
+REMOVED = {"critic.per_env": "a run has one environment, and its critic is that environment's already"}
+"""Former settings and why they are gone; a saved configuration may still have them."""
 BANDS = ("algorithm.rollout_is_threshold", "algorithm.rollout_rs_threshold")
 """Settings whose bands were texts, ``"lo_hi"``."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from rlframe.advantages import make_estimator
+from rlframe.advantages.registry import unused_settings
 from trainer.settings.config import Config
 from workers.environments.settings import GENERATED_TASKS, unused_by_task
 
@@ -13,14 +15,11 @@ REWARD_SETTINGS = ("reward_workers", "reward_timeout_s", "reward_startup_timeout
 
 def unused(config: Config) -> dict[str, str]:
     """Settings (or sections) without effect in this job -> the reason, to complete "... has no effect"."""
-    a = config.algorithm
+    a, estimator = config.algorithm, make_estimator(config.algorithm)
+    advantage = f"with algorithm.advantage={a.advantage}"
     rules: list[tuple[bool, str, Collection[str]]] = [
-        (
-            a.advantage != "gae",
-            f"with algorithm.advantage={a.advantage}, which has no critic",
-            ("critic", "algorithm.gamma", "algorithm.lambda_critic", "algorithm.lambda_policy", "algorithm.lambda_alpha"),
-        ),
-        (a.advantage != "running_mean", f"with algorithm.advantage={a.advantage}", ("algorithm.running_mean_decay",)),
+        (not estimator.needs_critic, f"{advantage}, which has no critic", ("critic",)),
+        (True, advantage, [f"algorithm.{name}" for name in unused_settings(estimator)]),
         (a.policy_loss == "reinforce", "with algorithm.policy_loss=reinforce", ("algorithm.clip_low", "algorithm.clip_high")),
         (a.policy_loss != "ppo_clip", f"with algorithm.policy_loss={a.policy_loss}", ("algorithm.clip_dual",)),
         (a.rollout_is is None, "with algorithm.rollout_is=null", ("algorithm.rollout_is_threshold",)),

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,7 @@ def choose(batch: Batch, count: int) -> Batch:
     """At most ``count`` trajectories from the worst to the best reward, evenly spaced in that order, without heads."""
     order = np.argsort(episode_rewards(batch), kind="stable")
     which = order[np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64)]
-    chosen = batch.select(which)
-    return replace(chosen, head_ids=chosen.head_ids[:, :0], head_logprobs=chosen.head_logprobs[:, :0])
+    return batch.with_columns(head_ids=batch.head_ids[:, :0], head_logprobs=batch.head_logprobs[:, :0]).select(which)
 
 
 def as_rows(step: int, sample: Sample, tokenizer: Any, max_tokens: int) -> list[dict[str, Any]]:

@@ -35,8 +35,8 @@ class Actor:
         return outputs.metrics
 
     def logprobs(self, shard: Batch, temperature: float) -> dict[str, Tensor]:
-        """Log-probabilities of the shard's action tokens and heads under the current policy."""
-        return self.session.forward(shard, LogProbs(temperature, head=True), self.config.micro_batch_tokens).per_token
+        """Log-probabilities and entropy of the shard's action tokens under the current policy."""
+        return self.session.forward(shard, LogProbs(temperature), self.config.micro_batch_tokens).per_token
 
     def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[WeightUpdate | None, str]:
         """What engines need to serve this policy as ``version`` (None except on rank 0), and the checksum they must reach.

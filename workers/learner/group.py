@@ -12,15 +12,13 @@ from rlframe.files import Entry
 from rlframe.metrics import Metrics
 from rlframe.types import Batch
 from workers.learner.rank import LearnerRank
+from workers.learner.shared import SharedBatch
 from workers.pools import Pool
 from workers.settings import Config
 
 
 class LearnerGroup:
-    """All learner ranks; each call runs on every rank at once and its results are put together.
-
-    A batch argument is what `share` returned.
-    """
+    """All learner ranks; each call runs on every rank at once and its results are put together."""
 
     rank_class: type = LearnerRank
     """What runs on every rank."""
@@ -30,10 +28,8 @@ class LearnerGroup:
         self.ranks = ranks
 
     @classmethod
-    def launch(
-        cls, config: Config, model_path: str, log_dir: str | None, pool: Pool, environments: tuple[str, ...] = ()
-    ) -> Self:
-        """Create the actors in ``pool``; `start` makes them a group. ``environments``: see `LearnerRank`."""
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool, critics: tuple[str, ...] = ()) -> Self:
+        """Create the actors in ``pool``; `start` makes them a group. ``critics``: see `LearnerRank`."""
         actor = config.actor
         remote: Any = ray.remote(concurrency_groups={"files": 1})(cls.rank_class)  # type: ignore[call-overload]
         ranks = [
@@ -42,14 +38,18 @@ class LearnerGroup:
                 num_gpus=actor.gpus,
                 runtime_env={"env_vars": _environment(config)},
                 **pool.options(rank),
-            ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log", environments)
+            ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log", critics)
             for rank in range(actor.ranks)
         ]
         return cls(ranks)
 
     def share(self, batch: Any) -> Any:
-        """Put a batch where all ranks can read it, once."""
+        """Put a batch where all ranks can read it."""
         return ray.put(batch)
+
+    def share_columns(self, batch: Batch) -> SharedBatch:
+        """The batch of a step, of which each role reads its columns and none is put twice."""
+        return SharedBatch(batch, self.share)
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         return list(await asyncio.gather(*(getattr(rank, method).remote(*args) for rank in self.ranks)))
@@ -59,18 +59,18 @@ class LearnerGroup:
         address = await self.ranks[0].rendezvous.remote()
         await self._all("start", address)
 
-    async def values(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+    async def values(self, batch: SharedBatch) -> tuple[np.ndarray, np.ndarray]:
         """Values [N] and bootstrap values [B] of the whole batch."""
-        parts = await self._all("values", batch)
+        parts = await self._all("values", *batch.parts("critic"))
         return np.concatenate([values for values, _ in parts]), np.concatenate([last for _, last in parts])
 
-    async def update_critic(self, batch: Any) -> Metrics:
+    async def update_critic(self, batch: SharedBatch) -> Metrics:
         """One critic step."""
-        return Metrics.merge(await self._all("update_critic", batch))
+        return Metrics.merge(await self._all("update_critic", *batch.parts("critic")))
 
-    async def update_actor(self, batch: Any) -> Metrics:
+    async def update_actor(self, batch: SharedBatch) -> Metrics:
         """One policy step."""
-        return Metrics.merge(await self._all("update_actor", batch))
+        return Metrics.merge(await self._all("update_actor", *batch.parts("actor")))
 
     async def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[Any, str]:
         """A reference to the weights (they go from rank 0 to the rollout workers, not through here) and their checksum."""
@@ -82,11 +82,10 @@ class LearnerGroup:
         """Send the weights that `weight_update` announced to ``places`` rollout workers, from rank to engine over NCCL."""
         await self.ranks[0].send_weights.remote(places)
 
-    async def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
-        """The policy's log-probabilities of every token of ``batch``."""
+    async def logprobs(self, batch: Any, temperature: float) -> dict[str, np.ndarray]:
+        """The policy's log-probabilities and entropy of every token of ``batch``, which is what `share` returned."""
         parts = await self._all("logprobs", batch, temperature)
-        filled = [part for part in parts if len(part["logprobs"])]  # a rank without tokens does not know the width of heads
-        return {name: np.concatenate([part[name] for part in filled]) for name in filled[0]}
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     async def dead(self, timeout_s: float = 10.0) -> list[int]:
         """Ranks whose process is gone. One that is busy for longer than ``timeout_s`` counts as alive."""

@@ -31,20 +31,18 @@ from workers.learner.actor import Actor
 from workers.learner.critic import Critic
 from workers.learner.sessions import actor_spec, critic_spec
 from workers.process import redirect_output
-from workers.settings import Config, critic_names
+from workers.settings import Config
 
 
 class LearnerRank:
     """Ray actor: one rank of the learner group."""
 
-    def __init__(
-        self, config: Config, model_path: str, rank: int, log_file: str | None, environments: tuple[str, ...] = ()
-    ) -> None:
-        """``environments``: names that the trajectories' `Trajectory.env` will have; needed for ``critic.per_env``."""
+    def __init__(self, config: Config, model_path: str, rank: int, log_file: str | None, critics: tuple[str, ...] = ()) -> None:
+        """``critics``: names of the critic sessions, `workers.learner.roles.critic_names` of a run."""
         redirect_output(log_file)
         torch.set_num_threads(config.actor.threads)
         self.config, self.model_path, self.rank, self.ranks = config, model_path, rank, config.actor.ranks
-        self.environments = environments
+        self.critics = critics
         self._store: dist.TCPStore | None = None
         on_gpu = config.cluster.device == "cuda" or (config.cluster.device == "auto" and config.actor.gpus > 0)
         self.device = torch.device("cuda" if on_gpu else "cpu")
@@ -83,11 +81,11 @@ class LearnerRank:
         policy_backbone = self._backbone(trainable=actor.mode == "full")
         self.actor = Actor(policy_backbone.create_session("actor", actor_spec(self.config)), self.config)
         self.critic: Critic | None = None
-        if names := critic_names(self.config, max(len(self.environments), 1)):
+        if self.critics:
             shared = actor.mode == "lora" and critic.mode == "lora"
             backbone = policy_backbone if shared else self._backbone(trainable=critic.mode == "full")
-            sessions = {name: backbone.create_session(name, critic_spec(self.config, i)) for i, name in enumerate(names)}
-            self.critic = Critic(sessions, self.config, self.environments)
+            sessions = {name: backbone.create_session(name, critic_spec(self.config, i)) for i, name in enumerate(self.critics)}
+            self.critic = Critic(sessions, self.config)
 
     def _backbone(self, trainable: bool) -> Backbone:
         model = self.config.model
@@ -102,23 +100,20 @@ class LearnerRank:
             trust_remote_code=model.trust_remote_code,
         )
 
-    def values(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Values and bootstrap values of this rank's shard of ``batch``."""
+    def values(self, *parts: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Values and bootstrap values of this rank's shard of a batch, which comes in parts (see `SharedBatch`)."""
         assert self.critic is not None
-        self.critic.check(batch)
-        return self.critic.values(batch.shard(self.rank, self.ranks))
+        return self.critic.values(Batch.union(parts).shard(self.rank, self.ranks))
 
-    def update_critic(self, batch: Batch) -> Metrics:
-        """One critic step on ``batch`` (returns and values set); the metrics of this rank's shard."""
+    def update_critic(self, *parts: Batch) -> Metrics:
+        """One critic step on a batch in parts (returns and values set); the metrics of this rank's shard."""
         assert self.critic is not None
-        self.critic.check(batch)
-        counts: dict[str, int] = {}
-        for b, env in enumerate(batch.envs):
-            counts[env] = counts.get(env, 0) + int(batch.action_mask[batch.offsets[b] : batch.offsets[b + 1]].sum())
-        return self.critic.update(batch.shard(self.rank, self.ranks), counts)
+        batch = Batch.union(parts)
+        return self.critic.update(batch.shard(self.rank, self.ranks), batch.num_actions)
 
-    def update_actor(self, batch: Batch) -> Metrics:
-        """One policy step on ``batch`` (advantages set); the metrics of this rank's shard."""
+    def update_actor(self, *parts: Batch) -> Metrics:
+        """One policy step on a batch in parts (advantages set); the metrics of this rank's shard."""
+        batch = Batch.union(parts)
         return self.actor.update(batch.shard(self.rank, self.ranks), batch.num_actions)
 
     def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[WeightUpdate | None, str]:

@@ -13,7 +13,6 @@ import numpy as np
 from rlframe.config import OptimConfig
 from rlframe.losses.targets import Targets, make_loss
 from rlframe.sessions import Session, SessionSpec
-from rlframe.types import Batch
 from workers.learner.group import LearnerGroup
 from workers.learner.rank import LearnerRank
 
@@ -46,9 +45,9 @@ class SessionRank(LearnerRank):
         self._session(name).add_value_head()
 
     def session_pass(
-        self, name: str, batch: Batch, targets: Targets, loss: str, settings: dict[str, float], train: bool
+        self, name: str, batch: Targets, loss: str, settings: dict[str, float], train: bool
     ) -> dict[str, np.ndarray]:
-        """Forward (and with ``train`` backward) of the data of this rank; ``batch.indices`` number them in ``targets``.
+        """Forward (and with ``train`` backward) of the data of this rank.
 
         Returns:
             Arrays by name: per position [n] or [n, K], per datum [b]; the part of this rank's data, in their order.
@@ -56,7 +55,7 @@ class SessionRank(LearnerRank):
         session = self._session(name)
         run = session.forward_backward if train else session.forward
         shard = batch.shard(self.rank, self.ranks)
-        outputs = run(shard, make_loss(loss, settings, targets), self.config.actor.micro_batch_tokens)
+        outputs = run(shard, make_loss(loss, settings), self.config.actor.micro_batch_tokens)
         return {key: tensor.cpu().numpy() for key, tensor in {**outputs.per_token, **outputs.per_trajectory}.items()}
 
     def session_step(self, name: str, optim: OptimConfig) -> dict[str, float]:
@@ -100,9 +99,9 @@ class SessionGroup(LearnerGroup):
         return (await self._all(method, *args))[0]
 
     async def session_pass(
-        self, name: str, batch: Batch, targets: Targets, loss: str, settings: dict[str, float], train: bool
+        self, name: str, batch: Targets, loss: str, settings: dict[str, float], train: bool
     ) -> dict[str, np.ndarray]:
         """See `SessionRank.session_pass`; arrays of all data."""
-        parts = await self._all("session_pass", name, self.share(batch), self.share(targets), loss, settings, train)
+        parts = await self._all("session_pass", name, self.share(batch), loss, settings, train)
         filled = [part for part in parts if any(len(array) for array in part.values())]
         return {key: np.concatenate([part[key] for part in filled]) for key in filled[0]}

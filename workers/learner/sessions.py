@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rlframe.backbone import Backbone
 from rlframe.sessions import SessionSpec
-from workers.settings import Config, critic_names
+from workers.learner.roles import critic_names
+from workers.settings import Config
 
 
 def actor_spec(config: Config) -> SessionSpec:

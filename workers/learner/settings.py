@@ -40,7 +40,7 @@ class ActorConfig:
 
 @dataclass
 class CriticConfig:
-    """The value model; it exists when ``algorithm.advantage`` is gae."""
+    """The value model; it exists when ``algorithm.advantage`` needs one, as gae does."""
 
     mode: str = field(default="lora", metadata=choice(("lora", "full")))
     """``lora`` (adapter and value head on the frozen base) or ``full`` (all weights)."""
@@ -61,8 +61,6 @@ class CriticConfig:
     see each other, whatever the architecture calls it."""
     ensemble: int = field(default=1, metadata=at_least(1))
     """Critics whose values are averaged; each is one adapter."""
-    per_env: bool = False
-    """One critic for each environment of the run; a trajectory of any other environment is an error."""
 
 
 def check_actor(actor: ActorConfig, key: str = "actor") -> None:
@@ -87,15 +85,9 @@ def check_critic(critic: CriticConfig, key: str = "critic") -> None:
     check_lora(critic.lora, f"{key}.lora", value_head=True)
     check_optim(critic.optim, f"{key}.optim")
     _check_patterns(critic.frozen_patterns, key)
-    for name, many in (("ensemble", critic.ensemble > 1), ("per_env", critic.per_env)):
-        value = str(getattr(critic, name)).lower()
-        refuse(
-            many and critic.mode == "full",
-            f"{key}.{name}={value} needs one adapter per critic and {key}.mode=full has none; set {key}.mode=lora.",
-        )
     refuse(
-        critic.ensemble > 1 and critic.per_env,
-        f"{key}.ensemble={critic.ensemble} and {key}.per_env=true are not defined together; set one of them to its default.",
+        critic.ensemble > 1 and critic.mode == "full",
+        f"{key}.ensemble={critic.ensemble} needs one adapter per critic and {key}.mode=full has none; set {key}.mode=lora.",
     )
 
 

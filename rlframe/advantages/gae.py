@@ -1,25 +1,44 @@
-"""Advantages and returns: skip-observation GAE for a critic, and baselines without one.
-
-Runs in the controller on whole batches, in numpy. The critic's values come from `rlframe.losses.value`.
-"""
+"""Skip-observation GAE: advantages from the values of a critic, which come from `rlframe.losses.value`."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from rlframe.alignment import trajectory_of
-from rlframe.config import AlgorithmConfig, ConfigError
+from rlframe.advantages.base import Estimator
+from rlframe.config import AlgorithmConfig
 from rlframe.types import Batch
-from rlframe.validation import check_batch, check_finite, check_rows
+from rlframe.validation import check_finite, check_rows
 
 _GROUP_TOKENS = 2**17
 """Tokens that are processed together: an array of so many doubles takes 1 MiB."""
 _LARGEST_EXPONENT = 500.0
 """exp(500) = 1e217 leaves room for large rewards below the largest double, 1e308."""
+
+
+class GAE(Estimator):
+    """Advantages with ``lambda_policy``, and returns = advantages with ``lambda_critic`` + values."""
+
+    needs_critic = True
+    settings = ("gamma", "lambda_critic", "lambda_policy", "lambda_alpha")
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self.algorithm = algorithm
+
+    def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """See `Estimator`; ``batch`` has ``values`` and, if a trajectory was cut, ``bootstrap``."""
+        algorithm, rows = self.algorithm, np.flatnonzero(batch.action_mask)
+        lam: float | np.ndarray
+        if algorithm.lambda_policy == "adaptive":
+            lam = adaptive_lambda(np.diff(np.searchsorted(rows, batch.offsets)), algorithm.lambda_alpha)
+        else:
+            lam = float(algorithm.lambda_policy)
+        advantages = skip_observation_gae(batch, algorithm.gamma, lam)
+        returns = skip_observation_gae(batch, algorithm.gamma, algorithm.lambda_critic)
+        returns[rows] += batch.values[rows]  # type: ignore[index]
+        return advantages, returns
 
 
 def adaptive_lambda(lengths: np.ndarray, alpha: float) -> np.ndarray:
@@ -155,105 +174,6 @@ def discounted_sums(deltas: np.ndarray, lengths: np.ndarray, decay: np.ndarray) 
             np.exp(np.multiply(age[: len(x)], rate, out=g), out=g)
             np.add.accumulate(np.multiply(x, g, out=s), out=s)
             np.divide(s, g, out=x)
-
-
-def group_advantages(rewards: np.ndarray, groups: np.ndarray, normalize: bool = False) -> np.ndarray:
-    """Reward minus the mean reward of the group, over its standard deviation if asked (GRPO, arXiv 2402.03300).
-
-    Args:
-        rewards: float[B], total reward of every trajectory.
-        groups: int[B], equal within a group.
-        normalize: divide by the sample standard deviation (n - 1); a group without spread gets 0.
-
-    Returns:
-        float64[B]; a group of one gets 0.
-    """
-    _, member, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    rewards = np.asarray(rewards, np.float64)
-    centred = rewards - (np.bincount(member, weights=rewards) / sizes)[member]
-    if not normalize:
-        return centred
-    spread = np.sqrt(np.bincount(member, weights=centred**2) / np.maximum(sizes - 1, 1))[member]
-    return np.divide(centred, spread, out=np.zeros_like(centred), where=spread > 1e-6)
-
-
-@dataclass
-class RunningMean:
-    """Exponential mean of the rewards of past batches: a baseline that no reward of the present batch enters.
-
-    Before the first batch there is no past, and the mean of that batch stands in.
-    """
-
-    decay: float = 0.95
-    """Weight of the past at every batch, in [0, 1)."""
-    total: float = 0.0
-    """Weighted sum of the batch means so far."""
-    weight: float = 0.0
-    """Sum of their weights; dividing by it removes the bias toward 0 of the first batches."""
-
-    @property
-    def mean(self) -> float:
-        """The baseline; NaN before the first batch."""
-        return self.total / self.weight if self.weight else float("nan")
-
-    def baseline(self, rewards: np.ndarray) -> float:
-        """The baseline for a batch with these total rewards [B], which then becomes part of the past."""
-        present = float(np.mean(rewards, dtype=np.float64))
-        baseline = self.mean if self.weight else present
-        self.total = self.decay * self.total + (1 - self.decay) * present
-        self.weight = self.decay * self.weight + (1 - self.decay)
-        return baseline
-
-    def state_dict(self) -> dict[str, float]:
-        """The past as plain floats, for a checkpoint; ``decay`` is a setting, not a state."""
-        return {"total": self.total, "weight": self.weight}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from `state_dict` under the present ``decay``."""
-        self.total, self.weight = float(state["total"]), float(state["weight"])
-
-
-def compute_advantages(batch: Batch, algorithm: AlgorithmConfig, running_mean: RunningMean | None = None) -> None:
-    """Fill ``batch.advantages`` and ``batch.returns`` (float32[N], 0 off the mask) as ``algorithm.advantage`` says.
-
-    ``gae``: advantages with lambda_policy, returns = advantages with lambda_critic + values. Otherwise every action token of a
-    trajectory gets its total reward minus a baseline, and the total reward as return.
-
-    Raises:
-        ValueError: an empty batch, or values that are missing or not finite.
-        ConfigError: an advantage that is not known, or ``running_mean`` without a `RunningMean`.
-    """
-    check_batch(batch)
-    check_rows(batch, batch.num_tokens, "rewards")
-    check_finite(batch, "rewards")
-    rows = np.flatnonzero(batch.action_mask)
-    if algorithm.advantage == "gae":
-        lam: float | np.ndarray
-        if algorithm.lambda_policy == "adaptive":
-            lam = adaptive_lambda(np.diff(np.searchsorted(rows, batch.offsets)), algorithm.lambda_alpha)
-        else:
-            lam = float(algorithm.lambda_policy)
-        batch.advantages = skip_observation_gae(batch, algorithm.gamma, lam)
-        batch.returns = skip_observation_gae(batch, algorithm.gamma, algorithm.lambda_critic)
-        batch.returns[rows] += batch.values[rows]  # type: ignore[index]
-        return
-    rewards = np.add.reduceat(np.append(batch.rewards, 0.0).astype(np.float64), batch.offsets[:-1]) * (batch.lengths > 0)
-    advantages = _baselined(rewards, batch, algorithm, running_mean)
-    owner = trajectory_of(batch, rows)
-    batch.advantages, batch.returns = np.zeros((2, batch.num_tokens), np.float32)
-    batch.advantages[rows], batch.returns[rows] = advantages[owner], rewards[owner]
-
-
-def _baselined(rewards: np.ndarray, batch: Batch, algorithm: AlgorithmConfig, running_mean: RunningMean | None) -> np.ndarray:
-    if algorithm.advantage == "none":
-        return rewards
-    if algorithm.advantage == "group":
-        return group_advantages(rewards, batch.indices, algorithm.normalize_advantages)
-    if algorithm.advantage != "running_mean":
-        raise ConfigError(f"algorithm.advantage={algorithm.advantage} is not known; choose gae, running_mean, group or none.")
-    if running_mean is None:
-        raise ConfigError("algorithm.advantage=running_mean needs a RunningMean that lives as long as the run.")
-    return rewards - running_mean.baseline(rewards)
 
 
 def _final_values(batch: Batch) -> np.ndarray:
