@@ -65,7 +65,7 @@ INSTALL = {
 
 
 def check_engine(config: Config) -> None:
-    """Refuse what the chosen engine cannot do; a part of `rlframe.config.checks.check`.
+    """Refuse what the chosen engine cannot do; a part of `trainer.settings.checks.check`.
 
     Raises:
         ConfigError: one sentence that names the settings and says what to change.
