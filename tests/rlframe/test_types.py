@@ -64,3 +64,29 @@ def test_selecting_permutes_whole_trajectories_with_their_learner_arrays():
 def test_heads_of_different_widths_do_not_join():
     with pytest.raises(ValueError, match="different widths"):
         Batch.from_trajectories([trajectory(0, 3, k=2), trajectory(1, 3, k=4)])
+
+
+def test_what_a_batch_has_is_declared_and_what_it_lacks_is_said():
+    batch = Batch.from_trajectories([trajectory(i, i + 2) for i in range(3)])
+    for name, column in Batch.schema().items():
+        if column.dtype is not object and not column.added:
+            assert batch.columns[name].dtype == column.dtype, name
+    assert batch.values is None and batch.returns is None, "not computed yet"
+    batch.values = np.zeros(batch.num_tokens, np.float32)
+    assert "values" not in Batch.concat([batch, batch]).columns, "it belongs to one whole batch"
+    critic = batch.only(["tokens", "action_mask", "values"])
+    with pytest.raises(AttributeError, match="The batch has no logprobs"):
+        _ = critic.logprobs
+    with pytest.raises(TypeError, match="Batch has no column 'reward'"):
+        Batch(batch.offsets, tokens=batch.tokens, reward=batch.rewards)
+    np.testing.assert_array_equal(Batch.union([critic, batch.only(["logprobs"])]).select([2]).logprobs, batch.logprobs[5:])
+
+
+def test_parts_of_a_batch_with_read_only_arrays_may_be_written_into():
+    """Arrays that come out of Ray are read-only; a rank's share is its own."""
+    batch = Batch.from_trajectories([trajectory(i, i + 2) for i in range(3)])
+    for column in batch.columns.values():
+        if isinstance(column, np.ndarray):
+            column.setflags(write=False)
+    for part in (batch.shard(0, 1), *batch.micro_batches(4)):
+        assert all(column.flags.writeable for column in part.columns.values() if isinstance(column, np.ndarray))
