@@ -6,7 +6,6 @@ from rlframe.config.schema import (
     ENGINE_DTYPES,
     HELD_OUT,
     MODEL_DTYPES,
-    PROMPT_FILES,
     ActorConfig,
     AlgorithmConfig,
     CheckpointConfig,
@@ -23,7 +22,6 @@ from rlframe.config.schema import (
     ServerConfig,
     TaskConfig,
     critic_names,
-    eval_size,
     serves_other_weights,
 )
 
@@ -31,7 +29,6 @@ __all__ = [
     "ENGINE_DTYPES",
     "HELD_OUT",
     "MODEL_DTYPES",
-    "PROMPT_FILES",
     "ActorConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
@@ -48,6 +45,5 @@ __all__ = [
     "ServerConfig",
     "TaskConfig",
     "critic_names",
-    "eval_size",
     "serves_other_weights",
 ]

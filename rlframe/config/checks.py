@@ -2,7 +2,7 @@
 
 Checks look at the resolved `Config` only, so they hold for the command line, for a saved ``config.yaml`` and for a
 `Config` built in Python alike. They need neither Ray nor an engine, and know nothing of the machine (see
-`trainer.cluster.placement`).
+`trainer.cluster.placement`). What a task or an engine asks is checked where they are (`trainer.settings.checks` has all of it).
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ from typing import Any
 from rlframe.config import (
     ENGINE_DTYPES,
     MODEL_DTYPES,
-    PROMPT_FILES,
     AlgorithmConfig,
     Config,
     ConfigError,
     OptimConfig,
     serves_other_weights,
 )
-from rlframe.config.engine_checks import SEEDS, check_engine
-from rlframe.config.task_checks import GENERATED_TASKS, check_task
+from rlframe.seeding import SEEDS
 
 ROLLOUT_IS = ("token", "sequence")
 ADVANTAGES = ("gae", "running_mean", "group", "none")
-ENGINES = ("vllm", "sglang", "torch")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
 """Formats of ``rollout.quantize``."""
 HEAD_MODULES = ("lm_head", "embed_out", "output_layer")
@@ -42,7 +39,6 @@ def check(config: Config) -> None:
         _names,
         _ranges,
         _sources,
-        check_task,
         _sampling,
         _algorithm,
         _score_centering,
@@ -50,8 +46,6 @@ def check(config: Config) -> None:
         _sessions,
         _optimisers,
         _devices,
-        _weight_channel,
-        check_engine,
     ):
         part(config)
 
@@ -85,7 +79,6 @@ def _one_of(key: str, value: Any, allowed: Collection[str], optional: bool = Fal
 def _names(config: Config) -> None:
     a = config.algorithm
     _one_of("algorithm.advantage", a.advantage, ADVANTAGES)
-    _one_of("rollout.engine", config.rollout.engine, ENGINES)
     _one_of("rollout.weight_sync", config.rollout.weight_sync, ("auto", "merged", "adapter", "full"))
     _one_of("rollout.quantize", config.rollout.quantize, QUANTIZED, optional=True)
     _one_of("actor.mode", config.actor.mode, ("lora", "full"))
@@ -162,7 +155,7 @@ def _ranges(config: Config) -> None:
 
 
 def _sources(config: Config) -> None:
-    model, task = config.model, config.task
+    model = config.model
     _refuse(
         model.path is not None and model.builder is not None,
         f"model.path and model.builder={model.builder} are both set; choose model=local for a folder of your own.",
@@ -171,16 +164,6 @@ def _sources(config: Config) -> None:
         model.path is None and model.builder is None,
         "model.path is not set and model.builder is null; set model.path to a local Hugging Face folder or choose model=tiny.",
     )
-    for key in ("train", "reward", "eval"):
-        given = getattr(task, key)
-        _refuse(
-            task.name in PROMPT_FILES and given is None and key != "eval",
-            f"task.{key} is not set and task.name={task.name} needs it; set task.{key}=...",
-        )
-        _refuse(
-            task.name in GENERATED_TASKS and given is not None,
-            f"task.{key}={given} is not used by task.name={task.name}; choose task=jsonl or parquet for a file of prompts.",
-        )
 
 
 def _sampling(config: Config) -> None:
@@ -393,22 +376,6 @@ def _optimiser(key: str, optim: OptimConfig) -> None:
     )
 
 
-def _weight_channel(config: Config) -> None:
-    rollout, on, off = config.rollout, "rollout.weight_channel=nccl", "set rollout.weight_channel=ray"
-    _one_of("rollout.weight_channel", rollout.weight_channel, ("ray", "nccl"))
-    if rollout.weight_channel == "ray":
-        return
-    _refuse(rollout.engine != "vllm", f"{on} is vLLM's and rollout.engine={rollout.engine} does not have it; {off}.")
-    _refuse(
-        config.actor.mode != "full" and not serves_other_weights(rollout),
-        f"{on} sends full weights, and actor.mode={config.actor.mode} changes only some; {off}.",
-    )
-    _refuse(
-        not (rollout.gpus and config.actor.gpus),
-        f"{on} goes from GPU to GPU, with actor.gpus={config.actor.gpus:g} and rollout.gpus={rollout.gpus:g}; {off}.",
-    )
-
-
 def _devices(config: Config) -> None:
     device, actor, rollout = config.cluster.device, config.actor, config.rollout
     _refuse(
@@ -418,10 +385,6 @@ def _devices(config: Config) -> None:
     _refuse(
         device == "cpu" and actor.gpus > 0,
         f"cluster.device=cpu leaves actor.gpus={actor.gpus:g} unused; set actor.gpus=0 or cluster.device=cuda.",
-    )
-    _refuse(
-        rollout.engine == "torch" and rollout.tensor_parallel_size > 1,
-        f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} is not defined for rollout.engine=torch; set it to 1.",
     )
     _refuse(
         0 < rollout.gpus < rollout.tensor_parallel_size,

@@ -45,7 +45,7 @@ class TaskConfig:
     """Where prompts come from and how answers are rewarded."""
 
     name: str = "arithmetic"
-    """Name of the environment: arithmetic, countdown, wordle, reasoning_gym, jsonl, parquet; or ``module:factory``."""
+    """Name of the environment, such as arithmetic or jsonl (docs/tasks.md has all); or ``module:factory`` of your own."""
     train: Optional[str] = None
     """File of training prompts (jsonl, parquet)."""
     eval: Optional[str] = None
@@ -128,7 +128,7 @@ class RolloutConfig:
     """The samplers."""
 
     engine: str = "vllm"
-    """``vllm``, ``sglang`` or ``torch``."""
+    """``vllm``, ``sglang`` or ``torch``; or ``module:ENGINE`` of your own."""
     workers: int = 1
     """Rollout workers, each one Ray actor that owns one engine."""
     temperature: float = 1.0
@@ -292,8 +292,6 @@ class ClusterConfig:
     what, at all of it the run ends with a dump."""
 
 
-PROMPT_FILES = ("jsonl", "parquet")
-"""Tasks that read ``task.train`` and ``task.eval``."""
 HELD_OUT = 256
 """Held-out problems where nothing says how many."""
 
@@ -421,13 +419,6 @@ def critic_names(config: Config, environments: int = 1) -> tuple[str, ...]:
         return ()
     count = environments if config.critic.per_env else config.critic.ensemble
     return tuple(f"critic_{i}" for i in range(count))
-
-
-def eval_size(config: Config) -> int | None:
-    """Number of held-out problems; None: all rows of ``task.eval``."""
-    if config.eval.size is None and config.task.eval is not None and config.task.name in PROMPT_FILES:
-        return None
-    return HELD_OUT if config.eval.size is None else config.eval.size
 
 
 def serves_other_weights(rollout: RolloutConfig) -> bool:

@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rlframe.config import ConfigError
-from rlframe.config.engine_checks import SEEDS
 from rlframe.models.arithmetic import ArithmeticOptions, arithmetic_problems
 from rlframe.models.characters import character_tokenizer
+from rlframe.seeding import SEEDS
 
 VERSION = 3
 HEAD_DIM = 32

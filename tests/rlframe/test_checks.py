@@ -5,9 +5,10 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 from rlframe.config import AlgorithmConfig, Config, ConfigError
-from rlframe.config.checks import check, check_algorithm, parse_threshold
+from rlframe.config.checks import check_algorithm, parse_threshold
 from rlframe.losses.policy import PolicyLoss
 from rlframe.losses.rules import POLICY_LOSSES, PolicyRules
+from trainer.settings.checks import check
 
 
 def config_with(**settings) -> Config:

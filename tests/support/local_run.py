@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 
 from rlframe.config import serves_other_weights
-from rlframe.config.checks import check
 from trainer.run import recovery
 from trainer.run.attempts import conclude, on_signal
 from trainer.run.checkpoints import Checkpoints
 from trainer.run.job import evaluator_config, make_controller, read_inputs
+from trainer.settings.checks import check
 from trainer.settings.compose import compose
 from trainer.watch.tracking import Tracker
 from workers.learner import rank as learner_module

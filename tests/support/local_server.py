@@ -8,10 +8,10 @@ from pathlib import Path
 import tinker
 import uvicorn
 
-from rlframe.config.checks import check
 from trainer.server.app import make_app
 from trainer.server.auth import Keys
 from trainer.server.serve import Base, make_service
+from trainer.settings.checks import check
 from trainer.settings.compose import compose
 from workers.learner.session_rank import SessionGroup, SessionRank
 from workers.rollout.sampler import SamplerGroup, SamplerWorker

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import trainer.settings.compose as compose_module
-from rlframe.config import Config, ConfigError, eval_size
+from rlframe.config import Config, ConfigError
 from trainer.settings.compose import compose, load_yaml, options, to_yaml
 from trainer.settings.presets import configs_dir
+from workers.environments.settings import eval_size
 
 
 def refusal(*overrides: str) -> str:

@@ -9,11 +9,11 @@ import ray
 from ray.cluster_utils import Cluster
 from test_controller import numbers
 
-from rlframe.config.checks import check
 from tests.support import local_run as local
 from tests.support.processes import PATIENCE_S, alive, wait_for
 from trainer.cluster.placement import plan
 from trainer.run.job import make_controller, read_inputs
+from trainer.settings.checks import check
 from trainer.settings.compose import compose
 from trainer.watch.tracking import Tracker
 from workers.learner.group import LearnerGroup

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlframe.config import Config, ConfigError
-from rlframe.config.checks import check
+from trainer.settings.checks import check
 from trainer.settings.compose import compose, load_yaml, options, resumed, to_yaml
 from trainer.settings.overrides import ALIASES, parse, unknown
 from trainer.settings.overrides import settings as keys

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlframe.config import Config, ConfigError, TaskConfig
-from rlframe.config.checks import check
+from trainer.settings.checks import check
 from workers.rewards.pool import MAX_EXTRAS, RewardFailed, RewardPool, Score, check_reward, read_score
 from workers.rewards.process import HEADER, MAX_MB
 

@@ -1,7 +1,7 @@
 """From overrides to one `rlframe.config.Config`, and from there to ``config.yaml`` and back: Hydra's groups, our errors.
 
 Hydra composes the groups under ``configs/``; it never sees the command line, changes no directory and writes no output.
-How one override is read is in `trainer.settings.overrides`, whether the result makes sense in `rlframe.config.checks`.
+How one override is read is in `trainer.settings.overrides`, whether the result makes sense in `trainer.settings.checks`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from rlframe.config import Config, ConfigError
-from rlframe.config.checks import check
-from rlframe.config.unused import unused
+from trainer.settings.checks import check
 from trainer.settings.overrides import Given, example, inside_dictionary, parse, settings, unknown, wanted_type
 from trainer.settings.presets import configs_dir
 from trainer.settings.redact import hidden_names, without_secrets
+from trainer.settings.unused import unused
 
 
 def options() -> dict[str, list[str]]:
