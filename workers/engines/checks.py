@@ -52,9 +52,8 @@ def _check_channel(config: Config) -> None:
     if rollout.weight_channel not in spec.weight_channels:
         known = dict.fromkeys(channel for name in ENGINES for channel in engine_spec(name).weight_channels)
         refuse(not having, f"{on} is not known; choose one of {', '.join(known)}.")
-        raise ConfigError(
-            f"{on} is that of {' and '.join(having)}, and rollout.engine={rollout.engine} does not have it; {off}."
-        )
+        names = " and ".join(having)
+        raise ConfigError(f"{on} is that of {names}, and rollout.engine={rollout.engine} does not have it; {off}.")
     if rollout.weight_channel == "ray":
         return
     refuse(

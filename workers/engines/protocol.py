@@ -142,7 +142,8 @@ class Engine(Lifecycle, Protocol):
 
         The checksum is `rlframe.checksum.weights_checksum` of the parameters that the layers multiply by (for ``adapter``
         of the factors), read back after loading; the controller compares it with the actor's. Called between `pause` and
-        `resume`; requests in flight continue under the new weights after the resume, from a key-value cache that is computed again.
+        `resume`; requests in flight continue under the new weights after the resume, from a key-value cache that is computed
+        again.
 
         Raises:
             RuntimeError: the engine is not paused, or requests in flight cannot continue under such an update.
