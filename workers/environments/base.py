@@ -160,13 +160,14 @@ class Environment(Protocol):
         """Let go of what it holds, when its rollout worker ends; episodes have ended."""
 
 
-MEMBERS = (
-    *("name", "stop_token_ids", "max_turns", "answer_tokens", "notes", "held_out_by_tokens"),
-    *("train_prompts", "eval_prompts", "episode", "close"),
-)
+TO_DEFINE = ("train_prompts", "eval_prompts", "episode")
+"""Methods without a default."""
+MEMBERS = ("name", "stop_token_ids", "max_turns", "answer_tokens", "notes", "held_out_by_tokens", *TO_DEFINE, "close")
 """What is asked of an environment that has been built."""
 
 
 def missing_members(environment: Any) -> list[str]:
-    """Which of `MEMBERS` an object lacks."""
-    return [name for name in MEMBERS if not hasattr(environment, name)]
+    """Which of `MEMBERS` an object lacks, or has only as `Environment` declares them."""
+    kind = type(environment)
+    declared = [name for name in TO_DEFINE if getattr(kind, name, None) is getattr(Environment, name)]
+    return [name for name in MEMBERS if name in declared or not hasattr(environment, name)]
