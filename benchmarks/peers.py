@@ -46,7 +46,9 @@ def reward(text: str) -> float:
 class Prompts:
     """The environment of our side: one turn, `reward`, no stop token."""
 
+    # Not derived from `Environment`: TRL's environment reads this file, too, and has no rlframe.
     name, stop_token_ids, max_turns = "peers", (), 1
+    answer_tokens, notes, held_out_by_tokens = 1, (), False
 
     def __init__(self, task, tokenizer, *, seed: int, eval_size: int) -> None:
         from workers.environments.base import Problem
@@ -63,6 +65,9 @@ class Prompts:
 
     def episode(self, prompt):
         return self
+
+    def close(self):
+        pass
 
     async def step(self, action: np.ndarray, finish: str):
         from workers.environments.base import StepResult

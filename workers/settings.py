@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Optional, Protocol
 
 from rlframe.config import AlgorithmConfig, ModelConfig
-from workers.environments.settings import PROMPT_FILES, TaskConfig
+from workers.environments.settings import TaskConfig
 from workers.learner.settings import ActorConfig, CriticConfig
 from workers.rollout.settings import RolloutConfig
-
-HELD_OUT = 256
-"""Held-out problems where nothing says how many."""
 
 
 class Cluster(Protocol):
@@ -55,10 +52,3 @@ class Config(Protocol):
     @property
     def server(self) -> Server:
         """The HTTP API."""
-
-
-def eval_size(config: Config) -> int | None:
-    """Number of held-out problems; None: all rows of ``task.eval``."""
-    if config.eval.size is None and config.task.eval is not None and config.task.name in PROMPT_FILES:
-        return None
-    return HELD_OUT if config.eval.size is None else config.eval.size

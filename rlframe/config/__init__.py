@@ -9,13 +9,12 @@ from rlframe.config.algorithm import AlgorithmConfig
 from rlframe.config.lora import HEAD_MODULES, LoraConfig
 from rlframe.config.model import MODEL_DTYPES, QUANTIZED, ModelConfig
 from rlframe.config.optim import OptimConfig
-from rlframe.config.validate import SEEDS, ConfigError
+from rlframe.config.validate import ConfigError
 
 __all__ = [
     "HEAD_MODULES",
     "MODEL_DTYPES",
     "QUANTIZED",
-    "SEEDS",
     "AlgorithmConfig",
     "ConfigError",
     "LoraConfig",

@@ -12,9 +12,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-SEEDS = 2**32
-"""Seeds are below this, which Python, numpy, torch and the engines all take."""
-
 
 class ConfigError(ValueError):
     """A setting, or a pair of settings, that is refused; the message is one sentence for the user."""

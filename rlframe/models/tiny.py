@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rlframe.config import SEEDS, ConfigError
+from rlframe.config import ConfigError
 from rlframe.models.arithmetic import ArithmeticOptions, arithmetic_problems
 from rlframe.models.characters import character_tokenizer
+from rlframe.seeding import SEEDS
 
 VERSION = 3
 HEAD_DIM = 32

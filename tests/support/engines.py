@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,10 +16,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlframe.checksum import weights_checksum
 from tests.support.sglang_wire_server import WireServer
+from trainer.settings.config import Config
 from workers.engines.protocol import Completion, WeightUpdate
+from workers.engines.registry import ENGINES, engine_spec, make_engine
 from workers.engines.sglang.engine import SGLangEngine
-from workers.engines.torch.engine import TorchEngine
-from workers.engines.vllm.engine import VLLMEngine
+from workers.rollout.settings import RolloutConfig
 
 VOCABULARY = 64
 MAX_MODEL_LEN = 512
@@ -27,25 +29,30 @@ PATIENCE_S = 900
 
 
 def engine_params():
-    """The engines that run here; ``sglang-wire`` is the SGLang engine before a server of our own (`sglang_wire_server`)."""
-    real = [pytest.param(name, marks=pytest.mark.slow) for name in ("vllm", "sglang") if find_spec(name)]
-    return ["torch", "sglang-wire", *real]
+    """The registered engines that run here, and that of ``RLFRAME_ENGINE=module:ENGINE``; those in processes of their own are
+    slow. ``sglang-wire`` is the SGLang engine before a server of our own (`sglang_wire_server`)."""
+    names = [*ENGINES, *filter(None, [os.environ.get("RLFRAME_ENGINE")])]
+    here = [name for name in names if (package := engine_spec(name).package) is None or find_spec(package)]
+    return ["sglang-wire", *(name if name == "torch" else pytest.param(name, marks=pytest.mark.slow) for name in here)]
 
 
 @contextmanager
 def serving(name: str, path: str, *, max_lora_rank: int = 0):
     """An engine of `engine_params`, started, and ``run`` of the loop that it lives on."""
     with asyncio.Runner() as runner:
-        server, settings = None, {"max_model_len": MAX_MODEL_LEN}
+        server = None
         if name == "sglang-wire":
             server = WireServer(path, context_length=MAX_MODEL_LEN)
-            settings["url"] = runner.run(server.start())
-        if name == "torch":
-            engine = TorchEngine(path, **settings)
+            url = runner.run(server.start())
+            limits = {"max_model_len": MAX_MODEL_LEN, "timeout_s": PATIENCE_S}
+            engine = SGLangEngine(path, url=url, max_lora_rank=max_lora_rank, **limits)
         else:
-            kind = VLLMEngine if name == "vllm" else SGLangEngine
-            engine = kind(path, max_lora_rank=max_lora_rank, timeout_s=PATIENCE_S, **settings)
-            runner.run(engine.start())
+            config = Config()
+            config.rollout = RolloutConfig(engine=name, max_model_len=MAX_MODEL_LEN, timeout_s=PATIENCE_S)
+            if max_lora_rank:
+                config.rollout.weight_sync, config.actor.lora.rank = "adapter", max_lora_rank
+            engine = make_engine(config, path, 0)
+        runner.run(engine.start())
         yield engine, runner.run
         runner.run(engine.close())
         if server is not None:

@@ -10,13 +10,13 @@ from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
 from tests.support.engines import MAX_MODEL_LEN, prompt_of, save, tiny_model
 from trainer.settings.config import Config
-from workers.environments.base import StepResult
+from workers.environments.base import Environment, StepResult
 
 STOPS = tuple(range(40, 64))
 OBSERVATION = np.array([5, 6, 7], np.int32)
 
 
-class Scripted:
+class Scripted(Environment):
     """``payload["turns"]`` turns, each rewarded with its number; ``payload["fault"]`` makes the first step fail or hang."""
 
     name = "scripted"

@@ -14,7 +14,7 @@ from rlframe.config import ConfigError
 from trainer.settings.compose import compose, load_yaml, options, to_yaml
 from trainer.settings.config import Config
 from trainer.settings.presets import configs_dir
-from workers.settings import eval_size
+from workers.environments.task_checks import eval_size
 
 
 def refusal(*overrides: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from trainer.cli import main
 from trainer.cluster import doctor
+from workers.engines.registry import engine_spec
 
 GIB = 2**30
 
@@ -38,16 +39,16 @@ def test_an_engine_that_is_missing_or_does_not_import_says_what_to_install(monke
     assert doctor.engine("torch", run=lambda program: None).todo is None
     broken = doctor.engine("torch", run=lambda program: "ImportError: libfoo.so")
     assert broken.todo and "ImportError: libfoo.so" in broken.text
-    monkeypatch.setitem(doctor.ENGINES, "vllm", ("no-such-distribution",))
+    monkeypatch.setattr(engine_spec("vllm"), "distributions", ("no-such-distribution",))
     assert "rlframe[train,vllm" in (doctor.engine("vllm").todo or "")
 
 
 def test_an_engine_that_is_optional_is_looked_at_only_where_it_is(monkeypatch):
     monkeypatch.setattr(doctor, "engine", lambda name, start: doctor.Finding(f"engine {name}", ""))
-    monkeypatch.setitem(doctor.ENGINES, "sglang", ("no-such-distribution",))
+    monkeypatch.setattr(engine_spec("sglang"), "distributions", ("no-such-distribution",))
     names = [finding.name for finding in doctor.check_all(start=False)]
     assert {"engine torch", "engine vllm"} <= set(names) and "engine sglang" not in names
-    monkeypatch.setitem(doctor.ENGINES, "sglang", ("torch",))
+    monkeypatch.setattr(engine_spec("sglang"), "distributions", ("torch",))
     assert "engine sglang" in [finding.name for finding in doctor.check_all(start=False)]
 
 

@@ -88,7 +88,7 @@ def test_a_run_to_resume_that_is_a_file(tmp_path, capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_missing_engine(refused, command, monkeypatch):
-    monkeypatch.setattr("rlframe.config.engine_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("workers.engines.checks.find_spec", lambda name: None)
     assert "rollout.engine=vllm needs the package vllm" in refused(command)
 
 
@@ -108,7 +108,7 @@ def test_a_job_that_is_sent_is_not_judged_by_the_machine_that_sends_it(tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + "x" * 100)
-    monkeypatch.setattr("rlframe.config.engine_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("workers.engines.checks.find_spec", lambda name: None)
     argv = ["submit", "--dry-run", f"run_dir={tmp_path}/file/run", "rollout.max_model_len=100000"]
     assert main.main(argv) == 0
     assert main.main(["submit", "--dry-run", "run_dir=/shared/run", "seed=4294967296"]) == 2

@@ -6,8 +6,8 @@ import pytest
 
 from rlframe.config import ConfigError
 from tests.support.chatml import chatml_tokenizer
-from workers.environments import make_environment
 from workers.environments.chats import Chat
+from workers.environments.registry import make_environment
 from workers.environments.rendering import render
 from workers.environments.settings import TaskConfig
 

@@ -9,8 +9,8 @@ import pytest
 from rlframe.config import ConfigError
 from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
-from workers.environments import make_environment
 from workers.environments.countdown import CountdownOptions, evaluate, make_problems, verify
+from workers.environments.registry import make_environment
 from workers.environments.settings import TaskConfig
 
 TOKENIZER = character_tokenizer()

@@ -2,7 +2,7 @@
 
 from transformers import Qwen3Config
 
-from rlframe.config.engine_checks import ENGINE_OWNED
+from workers.engines.registry import engine_spec
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.vllm.engine import VLLMEngine
 
@@ -11,11 +11,13 @@ TUNABLE = {"disable_log_stats", "log_level", "skip_server_warmup"}
 
 
 def test_what_vllm_gets_from_settings_is_ours():
+    owned = engine_spec("vllm").owned
     engine = VLLMEngine("model", max_lora_rank=8, streams=True, tensor_parallel_size=2)
-    assert set(engine._args) - set(ENGINE_OWNED) <= TUNABLE
+    assert set(engine._args) - set(owned) <= TUNABLE
 
 
 def test_what_sglang_gets_from_settings_is_ours(tmp_path):
     Qwen3Config().save_pretrained(tmp_path)
+    owned = engine_spec("sglang").owned
     engine = SGLangEngine(str(tmp_path), max_lora_rank=8)
-    assert set(engine._args) - set(ENGINE_OWNED) <= TUNABLE
+    assert set(engine._args) - set(owned) <= TUNABLE

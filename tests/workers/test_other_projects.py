@@ -10,8 +10,8 @@ import pytest
 from rlframe.config import ConfigError
 from rlframe.models.characters import character_tokenizer
 from rlframe.types import Prompt
-from workers.environments import make_environment
 from workers.environments.prompt_file import PromptFile
+from workers.environments.registry import make_environment
 from workers.environments.settings import TaskConfig
 from workers.rewards.pool import RewardPool, check_reward
 

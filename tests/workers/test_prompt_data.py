@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rlframe.config import ConfigError
 from tests.support.chatml import chatml_tokenizer
-from workers.environments import make_environment
 from workers.environments.prompt_data import read_rows
+from workers.environments.registry import make_environment
 from workers.environments.settings import TaskConfig
 
 TOKENIZER = chatml_tokenizer()

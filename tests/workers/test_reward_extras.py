@@ -17,7 +17,7 @@ from trainer.watch.rollouts_view import show_rollouts
 from trainer.watch.step_metrics import MAX_EXTRAS, eval_metrics, rollout_metrics
 from workers.engines.protocol import SamplingParams
 from workers.engines.torch.engine import TorchEngine
-from workers.environments import make_environment
+from workers.environments.registry import make_environment
 from workers.environments.settings import TaskConfig
 from workers.rollout.episode import run_episode
 

@@ -14,7 +14,7 @@ from tests.support.chatml import END, END_OF_TEXT, START, chatml_tokenizer
 from tests.support.engines import save, tiny_model
 from workers.engines.protocol import SamplingParams
 from workers.engines.torch.engine import TorchEngine
-from workers.environments import make_environment
+from workers.environments.registry import make_environment
 from workers.environments.settings import TaskConfig
 from workers.environments.stops import end_of_turn, response, stop_token_ids
 from workers.rollout.episode import run_episode

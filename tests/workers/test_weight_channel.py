@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from workers.engines.protocol import WeightUpdate
-from workers.engines.vllm.nccl import announce, receive
+from workers.engines.vllm.nccl import receive
+from workers.engines.weights import announce
 
 ARRAYS = {"embed": np.arange(6, dtype=np.uint16).reshape(2, 3), "head": np.ones((4,), np.uint16)}
 

@@ -18,7 +18,7 @@ from trainer.run.job import read_inputs
 from trainer.settings.compose import compose
 from workers.engines.protocol import SamplingParams
 from workers.engines.torch.engine import TorchEngine
-from workers.environments import make_environment
+from workers.environments.registry import make_environment
 from workers.environments.settings import TaskConfig
 from workers.environments.wordle import CHAT, closeness, marked, marks, read_guess
 from workers.environments.wordle_words import WORDS

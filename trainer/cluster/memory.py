@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import nn
 from rlframe.config import LoraConfig
 from trainer.cluster.placement import Backbone, Placement
 from trainer.settings.config import Config
+from workers.engines.registry import engine_spec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_OVERHEAD = {"learner": 1.0 * 2**30, "rollout": 1.5 * 2**30}
@@ -97,8 +97,9 @@ def estimate(config: Config, placement: Placement, shape: Shape) -> str:
     - activations: tokens of a micro-batch * layers * widths of a layer * b (with checkpointing one layer, and hidden per
       layer); the fused losses hold one chunk of logits, never all;
     - rollout: P b' / tensor_parallel_size for ``rollout.dtype``, plus the KV cache: at most ``max_concurrency`` trajectories
-      of ``max_model_len`` tokens of 2 * layers * kv heads * head dim elements. vLLM reserves its cache at the start: on a CPU
-      ``VLLM_CPU_KVCACHE_SPACE`` GiB (1 unless set), on a GPU what ``gpu_memory_utilization`` leaves;
+      of ``max_model_len`` tokens of 2 * layers * kv heads * head dim elements. An engine may reserve its cache at the start
+      (`EngineSpec.reserved_cache`): vLLM on a CPU ``VLLM_CPU_KVCACHE_SPACE`` GiB, on a GPU what ``gpu_memory_utilization``
+      leaves;
     - 1 GiB (learner) or 1.5 GiB (rollout) for the process itself.
     """
     lines = []
@@ -149,11 +150,9 @@ def _rollout(config: Config, shape: Shape) -> Iterator[tuple[str, float]]:
     tokens = rollout.max_concurrency * rollout.max_model_len
     wanted = shape.kv * width * tokens / rollout.tensor_parallel_size
     yield "weights", shape.parameters * width / rollout.tensor_parallel_size
-    engine = {"vllm": "vLLM", "sglang": "SGLang"}.get(rollout.engine)
-    if engine and rollout.gpus == 0:
-        space = os.environ.get("VLLM_CPU_KVCACHE_SPACE") if rollout.engine == "vllm" else None
-        reserved = float(space or 1) * 2**30
-        yield f"KV cache that {engine} reserves ({_size(wanted)} hold {tokens:,} tokens)", reserved
+    engine = engine_spec(rollout.engine)
+    if (reserved := engine.reserved_cache(rollout)) is not None:
+        yield f"KV cache that {engine.title} reserves ({_size(wanted)} hold {tokens:,} tokens)", reserved
     else:
         yield f"KV cache of {tokens:,} tokens", wanted
     yield "the process itself", PROCESS_OVERHEAD["rollout"]

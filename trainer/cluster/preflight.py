@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 
-from rlframe.config.engine_checks import check_arguments, check_installed
 from trainer.cluster.folders import check_temporary_folder
 from trainer.cluster.placement import cluster_address
 from trainer.settings.config import Config
+from workers.engines.checks import check_arguments, check_installed
 from workers.process import refuse_shadowing
 
 
@@ -22,8 +22,8 @@ def check_machine(config: Config) -> None:
             ``rollout.engine_args``, or a local Ray head could not work in the temporary folder.
     """
     refuse_shadowing(os.getcwd())
-    if config.cluster.address is None and not config.rollout.server_urls:
-        check_installed(config.rollout.engine)
+    if config.cluster.address is None:
+        check_installed(config.rollout)
     if cluster_address(config) is None:
         check_temporary_folder()
     check_arguments(config.rollout)

@@ -49,6 +49,7 @@ from trainer.watch.samples import Sample, choose
 from trainer.watch.step_metrics import Timers, rollout_metrics, staleness_metrics
 from trainer.watch.tracking import Tracker
 from workers.engines.protocol import SamplingParams
+from workers.engines.weights import streams
 from workers.faults import Fault
 from workers.learner.group import LearnerGroup
 from workers.rollout.group import RolloutGroup
@@ -270,7 +271,7 @@ class Controller:
         """Have ``workers`` hold the actor's weights (``exact``: not rounded either) and compare; returns their checksum."""
         update, expected = await self.learner.weight_update(self.version, self.sync_mode, self.config.rollout.dtype, exact)
         loading = asyncio.ensure_future(engines.update_weights(update, workers))
-        if self.config.rollout.weight_channel == "nccl":
+        if streams(self.config):
             await self.send(len(workers))
         fault = checksum_fault(await loading, expected, self.version)
         if fault:

@@ -20,7 +20,7 @@ import ray
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.config import ConfigError
-from rlframe.config.engine_checks import check_context
+from rlframe.context_length import check_context
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
@@ -37,10 +37,11 @@ from trainer.settings.compose import load_yaml, resumed, to_yaml
 from trainer.settings.config import Config
 from trainer.watch.tracking import Tracker, has_steps
 from trainer.watch.wandb_log import id_file
-from workers.environments import make_environment
+from workers.engines.checks import weight_sync_mode
 from workers.environments.base import Environment
 from workers.environments.checks import check_problems
-from workers.environments.prompt_file import PromptFile
+from workers.environments.registry import make_environment
+from workers.environments.task_checks import eval_size
 from workers.learner.group import LearnerGroup
 from workers.learner.roles import critic_names
 from workers.learner.sessions import check_sessions
@@ -49,7 +50,6 @@ from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
 from workers.rollout.settings import serves_other_weights
 from workers.rollout.supervision import StartFailed, started
-from workers.settings import eval_size
 
 
 @dataclass
@@ -151,7 +151,7 @@ def occupied(run_dir: Path) -> Iterator[None]:
 
 
 def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
-    """Find the model, the tokenizer and the prompts, or raise ConfigError; see `PromptFile` for ``held_out_by_tokens``."""
+    """Find the model, the tokenizer and the prompts, or raise ConfigError; see `Environment` for ``held_out_by_tokens``."""
     check_machine(config)
     model_path = resolve_model(config.model)
     adapters = check_sessions(config, model_path)
@@ -162,12 +162,11 @@ def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust)
     size = eval_size(config)
     environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=size)
-    if isinstance(environment, PromptFile):
-        environment.held_out_by_tokens = held_out_by_tokens
+    environment.held_out_by_tokens = held_out_by_tokens
     stream = PromptStream(environment.train_prompts(), environment.name, config.seed)
     stream.held_out_by_tokens = held_out_by_tokens
     held_out = environment.eval_prompts()[:size]
-    notes = [*adapters, *getattr(environment, "notes", [])]
+    notes = [*adapters, *environment.notes]
     if len(environment.eval_prompts()) > len(held_out):
         notes.append(f"{environment.name} has {len(environment.eval_prompts())} held-out problems: the first {size} are used.")
     problems = (*environment.train_prompts(), *held_out)
@@ -178,11 +177,10 @@ def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
                 f"The prompt {problem.id} has {len(problem.tokens)} tokens, which leaves no room for an answer in "
                 f"rollout.max_model_len={config.rollout.max_model_len}; raise it or leave the prompt out."
             )
-    needed = getattr(environment, "answer_tokens", 1)
-    if config.rollout.max_new_tokens < needed:
+    if config.rollout.max_new_tokens < environment.answer_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}, but an answer of task={config.task.name} takes up to "
-            f"{needed} tokens; raise it."
+            f"{environment.answer_tokens} tokens; raise it."
         )
     eval_prompts = [as_prompt(problem, i, environment.name) for i, problem in enumerate(held_out)]
     return Inputs(model_path, tokenizer, environment, stream, eval_prompts, text_config.vocab_size, notes)
@@ -301,17 +299,10 @@ def make_controller(
         stream=inputs.stream,
         eval_prompts=inputs.eval_prompts,
         head_size=min(config.rollout.head_size, inputs.vocab_size) if config.algorithm.score_centering else 0,
-        sync_mode=sync_mode(config),
+        sync_mode=weight_sync_mode(config),
         rollouts=rollouts,
         evaluators=evaluators,
         learner=learner,
         tracker=tracker,
         checkpoints=Checkpoints(run_dir, config.checkpoint),
     )
-
-
-def sync_mode(config: Config) -> str:
-    """How weights travel: as configured, or by what the actor trains and the engines are to serve."""
-    if config.rollout.weight_sync != "auto":
-        return config.rollout.weight_sync
-    return "full" if config.actor.mode == "full" or serves_other_weights(config.rollout) else "merged"

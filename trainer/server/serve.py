@@ -17,7 +17,7 @@ import uvicorn
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.config import ConfigError
-from rlframe.config.engine_checks import check_context, longest_context
+from rlframe.context_length import check_context, longest_context
 from rlframe.models import resolve_model
 from trainer.cluster.folders import check_run_dir
 from trainer.cluster.placement import plan
@@ -32,13 +32,12 @@ from trainer.server.store import Store
 from trainer.server.training import Training
 from trainer.settings.checks import check
 from trainer.settings.config import Config
+from workers.engines.registry import check_serves_adapters
 from workers.learner.session_rank import SessionGroup
 from workers.rollout.sampler import SamplerGroup
 
 GRACE_S = 5
 """How long clients that wait for an answer may hold up the end."""
-ENGINES = ("vllm", "torch")
-"""Engines that serve adapters at run time."""
 
 
 @dataclass
@@ -75,10 +74,7 @@ def serve(config: Config) -> None:
         ConfigError: a setting is refused, the port is taken, or another server works in the run directory.
     """
     check(config)
-    if config.rollout.engine not in ENGINES:
-        raise ConfigError(
-            f"rollout.engine={config.rollout.engine} cannot serve adapters at run time; choose {' or '.join(ENGINES)}."
-        )
+    check_serves_adapters(config)
     check_run_dir(config.run_dir)
     check_machine(config)
     run_dir = Path(config.run_dir).absolute()

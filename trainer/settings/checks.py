@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from rlframe.advantages import check_advantage, make_estimator
 from rlframe.config.algorithm import check_algorithm
-from rlframe.config.engine_checks import check_engine
 from rlframe.config.model import check_model
 from rlframe.config.validate import check_fields, refuse
 from trainer.settings.config import Config
 from trainer.settings.sections import check_checkpoint
-from workers.environments.settings import check_task
+from workers.engines.checks import check_engine
+from workers.environments.task_checks import check_task
 from workers.learner.settings import check_actor, check_critic
 from workers.rollout.settings import check_rollout, serves_other_weights
 
@@ -38,7 +38,7 @@ def check(config: Config) -> None:
     check_checkpoint(config.checkpoint)
     for key in ("cluster", "eval", "log", "server"):
         check_fields(getattr(config, key), key)
-    for pair in (_steps, _groups, _time_limits, _score_centering, _weight_sync, _weight_channel, _devices, check_engine):
+    for pair in (_steps, _groups, _time_limits, _score_centering, _weight_sync, _devices, check_engine):
         pair(config)
 
 
@@ -91,20 +91,6 @@ def _weight_sync(config: Config) -> None:
     refuse(
         mode == "lora" and sync == "full" and not serves_other_weights(config.rollout),
         "rollout.weight_sync=full sends weights that actor.mode=lora leaves frozen; set rollout.weight_sync=merged or auto.",
-    )
-
-
-def _weight_channel(config: Config) -> None:
-    rollout, on, off = config.rollout, "rollout.weight_channel=nccl", "set rollout.weight_channel=ray"
-    if rollout.weight_channel != "nccl":
-        return
-    refuse(
-        config.actor.mode != "full" and not serves_other_weights(rollout),
-        f"{on} sends full weights, and actor.mode={config.actor.mode} changes only some; {off}.",
-    )
-    refuse(
-        not (rollout.gpus and config.actor.gpus),
-        f"{on} goes from GPU to GPU, with actor.gpus={config.actor.gpus:g} and rollout.gpus={rollout.gpus:g}; {off}.",
     )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from rlframe.config import SEEDS, AlgorithmConfig, ModelConfig
+from rlframe.config import AlgorithmConfig, ModelConfig
 from rlframe.config.validate import at_least, rule
+from rlframe.seeding import SEEDS
 from trainer.settings.sections import CheckpointConfig, ClusterConfig, EvalConfig, LogConfig, ServerConfig
 from workers.environments.settings import TaskConfig
 from workers.learner.settings import ActorConfig, CriticConfig

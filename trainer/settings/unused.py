@@ -7,10 +7,8 @@ from collections.abc import Collection
 from rlframe.advantages import make_estimator
 from rlframe.advantages.registry import unused_settings
 from trainer.settings.config import Config
-from workers.environments.settings import GENERATED_TASKS, unused_by_task
-
-REWARD_SETTINGS = ("reward_workers", "reward_timeout_s", "reward_startup_timeout_s", "reward_memory_mb", "on_reward_failure")
-"""Settings of ``task.reward``, which generated tasks do without."""
+from workers.engines.checks import unused_by_engine
+from workers.environments.task_checks import unused_by_task
 
 
 def unused(config: Config) -> dict[str, str]:
@@ -24,17 +22,8 @@ def unused(config: Config) -> dict[str, str]:
         (a.policy_loss != "ppo_clip", f"with algorithm.policy_loss={a.policy_loss}", ("algorithm.clip_dual",)),
         (a.rollout_is is None, "with algorithm.rollout_is=null", ("algorithm.rollout_is_threshold",)),
         (a.lambda_policy != "adaptive", "with a fixed algorithm.lambda_policy", ("algorithm.lambda_alpha",)),
-        (
-            config.task.name in GENERATED_TASKS and config.task.name != "reasoning_gym",
-            f"with task.name={config.task.name}, which rewards answers itself",
-            [f"task.{key}" for key in REWARD_SETTINGS],
-        ),
         *unused_by_task(config.task),
-        (
-            config.rollout.engine != "sglang",
-            f"with rollout.engine={config.rollout.engine}",
-            ("rollout.server_urls", "rollout.weights_dir"),
-        ),
+        *unused_by_engine(config.rollout),
         (config.actor.mode == "full", "with actor.mode=full", ("actor.lora",)),
         (config.critic.mode == "full", "with critic.mode=full", ("critic.lora",)),
     ]

@@ -1,4 +1,4 @@
-"""What a sampler that serves many adapters at once is asked for, beside the engine protocol (`workers.engines.protocol`).
+"""What a sampler that serves many adapters at once is asked for, as `workers.engines.protocol` has it for one policy.
 
 An adapter is a PEFT folder that never changes; a request names the one that it runs under, or none for the base model. How
 engines hold them is in `workers.engines.torch.adapters` and `workers.engines.vllm.adapters`.
@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from workers.engines.protocol import Completion, SamplingParams
+from workers.engines.protocol import Completion, Lifecycle, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class ScoreRequest:
     """Of the draws."""
 
 
-class AdapterEngine(Protocol):
-    """An engine that serves many adapters."""
+class AdapterEngine(Lifecycle, Protocol):
+    """The sampler of the server: it serves many adapters at once, none of which changes."""
 
     async def sample(self, tokens: np.ndarray, params: SamplingParams, adapter: ServedAdapter | None) -> Completion:
         """Sample a continuation of ``tokens`` (int32[P]).

@@ -10,8 +10,6 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from workers.engines.vllm.nccl import Stream
-
 PauseMode = Literal["keep", "abort"]
 
 
@@ -57,6 +55,24 @@ class Completion:
     """``stop`` (a stop token), ``length`` (the budget), ``abort``."""
 
 
+@dataclass(frozen=True)
+class Stream:
+    """Where the tensors of a weight update come from when they do not travel with it."""
+
+    address: str
+    """Host of the learner's first rank."""
+    port: int
+    """Port of the rendezvous there."""
+    names: list[str]
+    """Hugging Face parameter names, in the order in which they are sent."""
+    shapes: list[list[int]]
+    """Of each."""
+    first_rank: int = 1
+    """Rank of the engine's first GPU in the communicator; the learner is rank 0."""
+    ranks: int = 2
+    """The learner and all GPUs of all engines."""
+
+
 @dataclass
 class WeightUpdate:
     """New weights for an engine."""
@@ -76,21 +92,47 @@ class WeightUpdate:
     """Where the tensors come from if they are not in ``tensors``."""
 
 
-class Engine(Protocol):
-    """One sampler. All methods are called from one asyncio loop."""
-
-    version: int
-    """Policy version now served."""
+class Lifecycle(Protocol):
+    """How every engine begins and ends. All methods of an engine are called from one asyncio loop."""
 
     async def start(self) -> None:
-        """Make the engine ready; called once, before anything else."""
-        ...
-
-    async def generate(self, tokens: np.ndarray, params: SamplingParams) -> Completion:
-        """Sample a continuation of ``tokens`` (int32[P]).
+        """Make the engine ready; called once, before anything else.
 
         Raises:
-            ValueError: the prompt is empty, or it and the budget do not fit the engine's context.
+            Exception: it cannot start, with the reason; what it had started is ended.
+        """
+        ...
+
+    async def health(self) -> None:
+        """Return if the engine can serve.
+
+        Raises:
+            EngineDeadError: it cannot, with the reason.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release processes and memory; requests in flight raise EngineDeadError, and so does every later call."""
+        ...
+
+
+class Engine(Lifecycle, Protocol):
+    """The sampler of a rollout worker: it serves one policy, which changes under its requests.
+
+    What is called when: `start`, then `generate`, `health` and updates (`pause`, `load_weights`, `resume`) in any order and at
+    the same time, then `close`. ``tests/workers/test_engine_contract.py`` holds an engine to all that is said here.
+    """
+
+    version: int
+    """Policy version now served; 0, the model's folder, until the first update."""
+
+    async def generate(self, tokens: np.ndarray, params: SamplingParams) -> Completion:
+        """Sample a continuation of ``tokens`` (int32[P], read-only); many calls run at once. A call that is cancelled ends its
+        request alone.
+
+        Raises:
+            ValueError: the prompt is empty, it and the budget do not fit the engine's context, or the engine cannot sample as
+                ``params`` ask.
             EngineDeadError: the engine died; requests in flight raise it too.
         """
         ...
@@ -98,10 +140,13 @@ class Engine(Protocol):
     async def load_weights(self, update: WeightUpdate) -> str:
         """Serve ``update`` from now on and return a checksum (hex) of what is now served.
 
-        Called between `pause` and `resume`; requests in flight go on under the new weights after the resume.
+        The checksum is `rlframe.checksum.weights_checksum` of the parameters that the layers multiply by (for ``adapter``
+        of the factors), read back after loading; the controller compares it with the actor's. Called between `pause` and
+        `resume`; requests in flight continue under the new weights after the resume, from a key-value cache that is computed
+        again.
 
         Raises:
-            RuntimeError: the engine is not paused.
+            RuntimeError: the engine is not paused, or requests in flight cannot continue under such an update.
             ValueError: tensors are missing, unknown or of the wrong shape; the message names one.
         """
         ...
@@ -115,13 +160,5 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on sampling."""
-        ...
-
-    async def health(self) -> None:
-        """Return if the engine can serve; raise EngineDeadError with the reason if not."""
-        ...
-
-    async def close(self) -> None:
-        """Release processes and memory."""
+        """Continue sampling; requests that were kept or came meanwhile run."""
         ...

@@ -10,16 +10,16 @@ import numpy as np
 from rlframe.config import ConfigError
 from rlframe.models.arithmetic import ArithmeticOptions, Sum, arithmetic_problems
 from rlframe.types import Prompt
-from workers.environments.base import Problem, StepResult
+from workers.environments.base import Environment, Problem, StepResult
 from workers.environments.options import read_options
 from workers.environments.settings import TaskConfig
 
 
-class Arithmetic:
+class Arithmetic(Environment):
     """Problems ``a op b op ...=`` over a range of numbers (`ArithmeticOptions`); held-out ones are never trained on."""
 
     name = "arithmetic"
-    max_turns = 1
+    settings = ()
 
     def __init__(self, task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int) -> None:
         """Raises ConfigError for an unknown option or more held-out problems than there are."""

@@ -2,15 +2,24 @@
 
 Tokens in, tokens out: an environment gives a rendered prompt, takes the sampled tokens of one turn, and gives the reward
 and the tokens that come before the next turn. Nothing here knows an engine, Ray or a learner.
+
+What an episode answers is checked in `workers.rollout.episode`. Whatever is unusable costs this rollout alone, which is left
+out and counted as a fault; the run goes on until too many in a row fail (`trainer.run.faults`):
+
+- a reward that is no finite float32: as ``task.on_reward_failure`` says (``raise`` ends the run, ``drop`` is fault ``reward``,
+  ``zero`` counts 0); one that is no number at all is fault ``environment``;
+- an observation that is not token ids: fault ``environment``; token ids outside of the model's vocabulary, or more of them than
+  ``rollout.max_model_len`` has room for: ``rejected``, or, for the room, the end of the episode with finish ``length``;
+- `RewardError`: fault ``reward``; `FatalRewardError`: the run ends; any other exception: fault ``environment``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -82,6 +91,16 @@ class StepResult:
     """
 
 
+SOURCES = ("train", "eval", "reward")
+"""Settings of ``task`` that name files and functions of the user."""
+COLUMNS = ("prompt_key", "tools_key", "last_assistant")
+"""Settings of ``task`` that say how a row becomes a prompt."""
+REWARD_CALLS = ("reward_workers", "reward_timeout_s", "reward_startup_timeout_s", "reward_memory_mb", "on_reward_failure")
+"""Settings of ``task`` that say how a reward function is called."""
+CHATS = ("chat_template", "template_args", "stop")
+"""Settings of ``task`` that say how texts are rendered and where an answer ends."""
+
+
 class Episode(Protocol):
     """One running episode; it belongs to one prompt and is stepped until ``done``."""
 
@@ -95,18 +114,31 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """A source of problems and of the episodes that run on them."""
+    """A source of problems and of the episodes that run on them.
+
+    Derive from it: what has a value here needs none in an environment that is content with it. It is built as
+    ``factory(task, tokenizer, seed=..., eval_size=...)`` (`workers.environments.registry.make_environment`), once in the driver
+    and once in every rollout worker.
+    """
 
     name: str
     """What metrics and `Prompt.env` call it."""
     stop_token_ids: tuple[int, ...]
     """Sampling one of these ends a turn."""
-    max_turns: int
-    """Most turns of one episode.
-
-    An environment may also have ``answer_tokens``, the fewest tokens of a turn that can hold any right answer (a run whose
-    ``rollout.max_new_tokens`` is smaller is refused), and ``notes``, sentences about its data that a run prints when it starts.
-    """
+    max_turns: int = 1
+    """Most turns of one episode."""
+    answer_tokens: int = 1
+    """Fewest tokens of a turn that can hold any right answer; a run whose ``rollout.max_new_tokens`` is smaller is refused."""
+    notes: Sequence[str] = ()
+    """Sentences about its data that a run prints when it starts; read after `train_prompts`."""
+    held_out_by_tokens: bool = False
+    """Set by a run that resumes from a checkpoint which says nothing else: hold out problems as runs did then, by a digest of
+    the rendered prompt. For environments that hold out rows of a file."""
+    settings: ClassVar[tuple[str, ...] | None] = None
+    """Settings of ``task`` that it reads, beside ``name`` and ``options`` (`SOURCES`, `COLUMNS`, `REWARD_CALLS`, `CHATS`);
+    giving another one is refused. None: any may be given."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Those of `SOURCES` that must be given."""
 
     def train_prompts(self) -> Sequence[Problem]:
         """The training problems, in the order of the data set (the prompt stream shuffles); asked for by the driver only.
@@ -124,6 +156,18 @@ class Environment(Protocol):
         """Start an episode on ``prompt``."""
         ...
 
+    def close(self) -> None:
+        """Let go of what it holds, when its rollout worker ends; episodes have ended."""
 
-EnvironmentFactory = Callable[..., Environment]
-"""Called as ``factory(task, tokenizer, seed=..., eval_size=...)``; see `make_environment`."""
+
+TO_DEFINE = ("train_prompts", "eval_prompts", "episode")
+"""Methods without a default."""
+MEMBERS = ("name", "stop_token_ids", "max_turns", "answer_tokens", "notes", "held_out_by_tokens", *TO_DEFINE, "close")
+"""What is asked of an environment that has been built."""
+
+
+def missing_members(environment: Any) -> list[str]:
+    """Which of `MEMBERS` an object lacks, or has only as `Environment` declares them."""
+    kind = type(environment)
+    declared = [name for name in TO_DEFINE if getattr(kind, name, None) is getattr(Environment, name)]
+    return [name for name in MEMBERS if name in declared or not hasattr(environment, name)]

@@ -19,7 +19,7 @@ import numpy as np
 
 from rlframe.config import ConfigError
 from rlframe.types import Prompt
-from workers.environments.base import Problem, StepResult
+from workers.environments.base import CHATS, Environment, Problem, StepResult
 from workers.environments.options import read_options
 from workers.environments.rendering import Replies, render
 from workers.environments.settings import TaskConfig
@@ -74,10 +74,11 @@ class CountdownOptions:
             raise ConfigError(f"task.options.format_reward={self.format_reward} must be at least 0 and below 1.")
 
 
-class Countdown:
+class Countdown(Environment):
     """Reward 1 for an expression with every number once that equals the target; see `CountdownOptions`."""
 
     name = "countdown"
+    settings = CHATS
 
     def __init__(self, task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int) -> None:
         """Raises ConfigError for an unknown option, or when there are too few problems."""

@@ -11,13 +11,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from rlframe.config import ConfigError
 from rlframe.types import Prompt
-from workers.environments.base import EXTRAS, FAILURE, FatalRewardError, Problem, RewardError, StepResult, digest
+from workers.environments.base import (
+    CHATS,
+    COLUMNS,
+    EXTRAS,
+    FAILURE,
+    REWARD_CALLS,
+    SOURCES,
+    Environment,
+    FatalRewardError,
+    Problem,
+    RewardError,
+    StepResult,
+    digest,
+)
 from workers.environments.chats import Chat, read_prompt
 from workers.environments.options import read_options
 from workers.environments.prompt_data import column, place, printable, read_rows
@@ -43,10 +56,11 @@ class Question:
     """Digest of the prompt before it is rendered."""
 
 
-class PromptFile:
+class PromptFile(Environment):
     """Prompts of ``task.train``; those of ``task.eval``, or problems held out from ``task.train``, for evaluation."""
 
-    max_turns = 1
+    settings: ClassVar[tuple[str, ...] | None] = (*SOURCES, *COLUMNS, *REWARD_CALLS, *CHATS)
+    needs: ClassVar[tuple[str, ...]] = ("train", "reward")
 
     def __init__(self, task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int | None) -> None:
         """Reads nothing yet; ``eval_size`` None asks for all of ``task.eval``.
@@ -58,10 +72,7 @@ class PromptFile:
         self.name, self.task, self.tokenizer, self.eval_size = task.name, task, tokenizer, eval_size
         self.stop_token_ids = stop_token_ids(tokenizer, task.stop, task.template_args)
         self.rewards = RewardPool(task)
-        self.held_out_by_tokens = False
-        """Hold out problems as runs did whose checkpoints say nothing else: by a digest of the rendered prompt."""
         self.notes: list[str] = []
-        """What a user should know of the held-out problems."""
 
     def train_prompts(self) -> Sequence[Problem]:
         """The training problems; raises ConfigError for a file, a row or a reward function that cannot be used."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlframe.config import ConfigError
-from workers.environments.base import Problem, digest
+from workers.environments.base import CHATS, REWARD_CALLS, Problem, digest
 from workers.environments.options import read_options
 from workers.environments.prompt_file import PromptFile, Question
 from workers.environments.rendering import render
@@ -44,6 +44,9 @@ class ReasoningGymOptions:
 
 class ReasoningGym(PromptFile):
     """One problem a question; the answer is the last ``<answer>...</answer>``, else the whole response."""
+
+    settings = (*CHATS, *REWARD_CALLS)
+    needs = ()
 
     def __init__(self, task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int) -> None:
         """Raises ConfigError when the package is not installed, or for an option that cannot be used."""

@@ -1,16 +1,11 @@
-"""Prompts and rewards: their settings, and which of them make sense."""
+"""Prompts and rewards: their settings; what goes together is in `workers.environments.task_checks`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from rlframe.config.validate import above, at_least, check_fields, choice, refuse
-
-PROMPT_FILES = ("jsonl", "parquet")
-"""Tasks that read ``task.train`` and ``task.eval``."""
-GENERATED_TASKS = ("arithmetic", "countdown", "wordle", "reasoning_gym")
+from rlframe.config.validate import above, at_least, choice
 
 
 @dataclass
@@ -18,7 +13,7 @@ class TaskConfig:
     """Where prompts come from and how answers are rewarded."""
 
     name: str = "arithmetic"
-    """Name of the environment: arithmetic, countdown, wordle, reasoning_gym, jsonl, parquet; or ``module:factory``."""
+    """Name of the environment, such as arithmetic or jsonl (docs/tasks.md has all); or ``module:factory`` of your own."""
     train: Optional[str] = None
     """File of training prompts (jsonl, parquet)."""
     eval: Optional[str] = None
@@ -52,39 +47,3 @@ class TaskConfig:
     in the chat template."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment."""
-
-
-def check_task(task: TaskConfig, key: str = "task") -> None:
-    """Refuse a stop that is no token, and files of prompts that are missing or not used.
-
-    Raises:
-        ConfigError: one sentence that names the setting and says what to change.
-    """
-    check_fields(task, key)
-    for item in task.stop:
-        is_number = isinstance(item, int) and not isinstance(item, bool) and item >= 0
-        refuse(
-            not is_number and not (isinstance(item, str) and item),
-            f"{key}.stop has {item!r}, which is no token; give its text in quotes, or its number.",
-        )
-    for name in ("train", "reward", "eval"):
-        given = getattr(task, name)
-        refuse(
-            task.name in PROMPT_FILES and given is None and name != "eval",
-            f"{key}.{name} is not set and {key}.name={task.name} needs it; set {key}.{name}=...",
-        )
-        refuse(
-            task.name in GENERATED_TASKS and given is not None,
-            f"{key}.{name}={given} is not used by {key}.name={task.name}; choose task=jsonl or parquet for a file of prompts.",
-        )
-
-
-def unused_by_task(task: TaskConfig) -> list[tuple[bool, str, Collection[str]]]:
-    """Whether, why and which settings have no effect with this task, as `trainer.settings.unused.unused` wants them."""
-    name = f"with task.name={task.name}"
-    generated = task.name in GENERATED_TASKS
-    return [
-        (generated, f"{name}, which makes its own prompts", ("task.prompt_key", "task.tools_key", "task.last_assistant")),
-        (generated and not task.chat_template, f"{name} and without task.chat_template=true", ("task.template_args",)),
-        (task.name == "arithmetic", name, ("task.stop", "task.template_args")),
-    ]

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlframe.config import ConfigError
 from rlframe.types import Prompt
-from workers.environments.base import Problem, StepResult
+from workers.environments.base import CHATS, Environment, Problem, StepResult
 from workers.environments.options import read_options
 from workers.environments.rendering import Replies, render
 from workers.environments.settings import TaskConfig
@@ -69,10 +69,11 @@ class WordleOptions:
             raise ConfigError(f"task.options.shaping={self.shaping} must be at least 0 and below 1.")
 
 
-class Wordle:
+class Wordle(Environment):
     """Reward 1 for the secret word within ``guesses`` turns; a turn that is cut, or is no word, uses up a guess."""
 
     name = "wordle"
+    settings = CHATS
 
     def __init__(self, task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int) -> None:
         """Raises ConfigError for an option that cannot be used, too few words, or a chat without a chat template."""

@@ -26,7 +26,8 @@ from rlframe.metrics import Metrics
 from rlframe.sessions import Session
 from rlframe.types import Batch
 from workers.engines.protocol import WeightUpdate
-from workers.engines.vllm import nccl
+from workers.engines.registry import engine_spec
+from workers.engines.weights import announce, streams
 from workers.learner.actor import Actor
 from workers.learner.critic import Critic
 from workers.learner.sessions import actor_spec, critic_spec
@@ -119,15 +120,16 @@ class LearnerRank:
     def weight_update(self, version: int, mode: str, dtype: str, exact: bool = False) -> tuple[WeightUpdate | None, str]:
         """The weights to serve as ``version`` (rank 0) and their checksum; see `Actor.weight_update`."""
         update, checksum = self.actor.weight_update(version, mode, dtype, exact)
-        if update is not None and nccl.streams(self.config):
-            update, self._outgoing = nccl.announce(update, self.address())
+        if update is not None and streams(self.config):
+            update, self._outgoing = announce(update, self.address())
             self._stream = update.stream
         return update, checksum
 
     def send_weights(self, places: int) -> None:
-        """Send what `weight_update` announced last to ``places`` rollout workers over NCCL (rank 0)."""
+        """Send what `weight_update` announced last to ``places`` rollout workers by the engine's own channel (rank 0)."""
         assert self._stream is not None
-        nccl.send(self._outgoing, self._stream, 1 + places * self.config.rollout.tensor_parallel_size)
+        rollout = self.config.rollout
+        engine_spec(rollout.engine).send(self._outgoing, self._stream, 1 + places * rollout.tensor_parallel_size)
 
     def logprobs(self, batch: Batch, temperature: float) -> dict[str, np.ndarray]:
         """The policy's own log-probabilities of this rank's shard, for the served-weights check."""

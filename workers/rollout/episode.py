@@ -7,22 +7,16 @@ episodes, time limits and failures are the worker's business (`workers.rollout.w
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
+from rlframe.seeding import derive_seed
 from rlframe.types import Finish, Prompt, Trajectory
 from workers.engines.protocol import Completion, Engine, SamplingParams
 from workers.environments.base import Environment, FatalRewardError, RewardError, StepResult
 from workers.environments.checks import token_fault
 from workers.faults import EpisodeFailed, Fault, Kind, blame
-
-
-def derive_seed(*parts: int) -> int:
-    """A seed in [0, 2**63) from integers; the same on every machine and in every process."""
-    digest = blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass

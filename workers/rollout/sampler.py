@@ -13,50 +13,13 @@ from typing import Any
 import numpy as np
 import ray
 
-from rlframe.config import ConfigError
+from rlframe.seeding import derive_seed
 from workers.engines.adapters import AdapterEngine, PromptScores, ScoreRequest, ServedAdapter
 from workers.engines.protocol import Completion, SamplingParams
+from workers.engines.registry import make_adapter_engine
 from workers.pools import Pool
 from workers.process import redirect_output
-from workers.rollout.episode import derive_seed
 from workers.settings import Config
-
-
-def make_adapter_engine(config: Config, model_path: str, index: int) -> AdapterEngine:
-    """The engine of sampler ``index``, not started.
-
-    Raises:
-        ConfigError: ``rollout.engine`` has no adapters at run time.
-    """
-    rollout, threads = config.rollout, max(1, int(config.rollout.cpus))
-    common: dict[str, Any] = {
-        "max_loras": config.server.max_loras,
-        "max_model_len": rollout.max_model_len,
-        "dtype": rollout.dtype,
-        "trust_remote_code": config.model.trust_remote_code,
-    }
-    if rollout.engine == "torch":
-        import torch
-
-        from workers.engines.torch.adapters import TorchAdapterEngine
-
-        torch.set_num_threads(threads)
-        return TorchAdapterEngine(model_path, device="cuda" if rollout.gpus else "cpu", **common)
-    if rollout.engine == "vllm":
-        from workers.engines.vllm.adapters import VLLMAdapterEngine
-
-        return VLLMAdapterEngine(
-            model_path,
-            seed=derive_seed(config.seed, index) % 2**31,
-            threads=threads,
-            max_num_seqs=rollout.max_concurrency,
-            max_lora_rank=config.server.max_rank,
-            tensor_parallel_size=rollout.tensor_parallel_size,
-            timeout_s=rollout.timeout_s,
-            engine_args=rollout.engine_args,
-            **common,
-        )
-    raise ConfigError(f"rollout.engine={rollout.engine} cannot serve adapters at run time; use vllm or torch.")
 
 
 class SamplerWorker:
@@ -64,7 +27,7 @@ class SamplerWorker:
 
     def __init__(self, config: Config, model_path: str, index: int, log_file: str | None) -> None:
         redirect_output(log_file)
-        self.engine: Any = make_adapter_engine(config, model_path, index)
+        self.engine: AdapterEngine = make_adapter_engine(config, model_path, index)
 
     async def start(self) -> None:
         """Start the engine."""

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from rlframe.config import MODEL_DTYPES, QUANTIZED
-from rlframe.config.validate import above, at_least, check_fields, choice, one_of, refuse, rule
+from rlframe.config.validate import above, at_least, check_fields, choice, refuse, rule
 
 ENGINE_DTYPES = (*MODEL_DTYPES, "float16")
 """What an engine's weights may be, and what weights travel as."""
-ENGINES = ("vllm", "sglang", "torch")
 
 
 @dataclass
@@ -18,7 +17,7 @@ class RolloutConfig:
     """The samplers."""
 
     engine: str = "vllm"
-    """``vllm``, ``sglang`` or ``torch``."""
+    """``vllm``, ``sglang`` or ``torch``; or ``module:ENGINE`` of your own."""
     workers: int = field(default=1, metadata=at_least(1))
     """Rollout workers, each one Ray actor that owns one engine."""
     temperature: float = 1.0
@@ -35,7 +34,7 @@ class RolloutConfig:
     """Longest trajectory the engine can hold, prompt included."""
     weight_sync: str = field(default="auto", metadata=choice(("auto", "merged", "adapter", "full")))
     """``merged`` or ``adapter`` (LoRA actor), ``full`` (full weights); auto: merged or full."""
-    weight_channel: str = field(default="ray", metadata=choice(("ray", "nccl")))
+    weight_channel: str = "ray"
     """How they travel: ``ray`` (through Ray's object store) or ``nccl`` (full weights from GPU to GPU, by vLLM's weight
     transfer)."""
     on_update: str = "keep"
@@ -86,7 +85,6 @@ def check_rollout(r: RolloutConfig, key: str = "rollout") -> None:
         ConfigError: one sentence that names the setting and says what to change.
     """
     check_fields(r, key)
-    one_of(f"{key}.engine", r.engine, ENGINES)
     refuse(
         not r.temperature > 0,
         f"{key}.temperature={r.temperature} cannot be trained on, since the logits are divided by it; it must be above 0.",
@@ -108,14 +106,6 @@ def check_rollout(r: RolloutConfig, key: str = "rollout") -> None:
         f"set {key}.weight_sync=auto.",
     )
     refuse(
-        r.engine == "torch" and r.tensor_parallel_size > 1,
-        f"{key}.tensor_parallel_size={r.tensor_parallel_size} is not defined for {key}.engine=torch; set it to 1.",
-    )
-    refuse(
         0 < r.gpus < r.tensor_parallel_size,
         f"{key}.gpus={r.gpus:g} is fewer than {key}.tensor_parallel_size={r.tensor_parallel_size}; raise {key}.gpus.",
-    )
-    refuse(
-        r.weight_channel == "nccl" and r.engine != "vllm",
-        f"{key}.weight_channel=nccl is vLLM's and {key}.engine={r.engine} does not have it; set {key}.weight_channel=ray.",
     )

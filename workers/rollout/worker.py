@@ -17,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.config import ConfigError
+from rlframe.seeding import derive_seed
 from rlframe.types import Batch, Prompt, Trajectory
 from workers.engines.protocol import Completion, Engine, EngineDeadError, SamplingParams, WeightUpdate
-from workers.engines.vllm import nccl
-from workers.environments import make_environment
+from workers.engines.registry import make_engine
 from workers.environments.base import Environment
+from workers.environments.registry import make_environment
+from workers.environments.task_checks import eval_size
 from workers.faults import EpisodeFailed, Fault, Kind, describe
 from workers.process import find_modules_in, redirect_output
-from workers.rollout.episode import derive_seed, run_episode
-from workers.settings import Config, eval_size
+from workers.rollout.episode import run_episode
+from workers.settings import Config
 
 PROBE_TOKENS = 8
 """Tokens sampled by `RolloutWorker.probe`."""
@@ -74,65 +75,6 @@ class Evaluation:
     """Those that succeeded, in the order of their prompts; None when there are none."""
     faults: list[tuple[str, Fault]]
     """Prompt id and fault of the others."""
-
-
-def make_engine(config: Config, model_path: str, index: int) -> Engine:
-    """The engine of worker ``index`` as the configuration asks for it, not started.
-
-    Raises:
-        ConfigError: ``rollout.engine`` is not known.
-    """
-    rollout = config.rollout
-    threads = max(1, int(rollout.cpus))
-    if rollout.engine == "torch":
-        import torch
-
-        from workers.engines.torch.engine import TorchEngine
-
-        torch.set_num_threads(threads)
-        return TorchEngine(
-            model_path,
-            max_model_len=rollout.max_model_len,
-            dtype=rollout.dtype,
-            device="cuda" if rollout.gpus else "cpu",
-            trust_remote_code=config.model.trust_remote_code,
-        )
-    if rollout.engine == "vllm":
-        from workers.engines.vllm.engine import VLLMEngine
-
-        return VLLMEngine(
-            model_path,
-            max_model_len=rollout.max_model_len,
-            dtype=rollout.dtype,
-            seed=derive_seed(config.seed, index) % 2**31,
-            threads=threads,
-            max_num_seqs=rollout.max_concurrency,
-            max_lora_rank=config.actor.lora.rank if rollout.weight_sync == "adapter" else 0,
-            streams=nccl.streams(config),
-            tensor_parallel_size=rollout.tensor_parallel_size,
-            trust_remote_code=config.model.trust_remote_code,
-            timeout_s=rollout.timeout_s,
-            engine_args=rollout.engine_args,
-        )
-    if rollout.engine == "sglang":
-        from workers.engines.sglang.engine import SGLangEngine
-
-        return SGLangEngine(
-            model_path,
-            url=rollout.server_urls[index] if rollout.server_urls else None,
-            weights_dir=rollout.weights_dir,
-            max_model_len=rollout.max_model_len,
-            dtype=rollout.dtype,
-            seed=derive_seed(config.seed, index) % 2**31,
-            threads=threads,
-            max_num_seqs=rollout.max_concurrency,
-            max_lora_rank=config.actor.lora.rank if rollout.weight_sync == "adapter" else 0,
-            tensor_parallel_size=rollout.tensor_parallel_size,
-            trust_remote_code=config.model.trust_remote_code,
-            timeout_s=rollout.timeout_s,
-            engine_args=rollout.engine_args,
-        )
-    raise ConfigError(f"rollout.engine={rollout.engine} is not an engine; use vllm, sglang or torch.")
 
 
 class RolloutWorker:
@@ -280,9 +222,7 @@ class RolloutWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        close = getattr(self.environment, "close", None)
-        if close is not None:
-            close()
+        self.environment.close()
         await self.engine.close()
 
     async def _run_prompt(self, prompt: Prompt, slot: int, rollouts: int, sampling: SamplingParams) -> None:

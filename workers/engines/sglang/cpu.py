@@ -74,7 +74,12 @@ def _unpinned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def install() -> None:
-    """Answer imports of the missing packages, and ask for no pinned memory, from now on in this process."""
+    """Answer imports of the missing packages, and ask for no pinned memory, from now on in this process.
+
+    SGLang's adapters write ``pin_memory=True`` as a constant in calls deep inside their functions, where neither an argument of
+    the server nor a hook of its registry reaches; so the four makers of tensors that they call drop it, in server processes on
+    a CPU alone, where pinning has no meaning.
+    """
     for name in ("arange", "empty", "tensor", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign,assignment,return-value]

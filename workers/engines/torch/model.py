@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rlframe.config.engine_checks import check_rotary_length
+from rlframe.context_length import check_rotary_length
 from workers.engines.weights import DTYPES
 
 _PROMPT, _TOTAL = 9, 24

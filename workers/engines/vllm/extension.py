@@ -35,7 +35,12 @@ TensorSpec = tuple[str, list[int]]
 
 
 def serve_plain_weights() -> None:
-    """Multiply by the parameter itself in every linear layer and output head of this (CPU) process."""
+    """Multiply by the parameter itself in every linear layer and output head of this (CPU) process.
+
+    vLLM decides it in one function that neither an argument nor an environment variable reaches, and packs (and then empties)
+    the weights while it loads the model, before anything of ours is called: so that function is replaced, in this process
+    alone.
+    """
     packing = layer_utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:

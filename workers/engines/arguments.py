@@ -7,11 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-SOURCES = {
-    "vllm": ("engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),
-    "sglang": ("srt/server_args.py", ("ServerArgs",)),
-}
-"""Engine -> file in its package, dataclasses in that file."""
 PLAIN: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
@@ -24,11 +19,16 @@ PLAIN: dict[str, tuple[type, ...]] = {
 """Names in annotations -> what a value from YAML may be."""
 
 
-def declared(engine: str) -> dict[str, str] | None:
-    """Name -> annotation of every argument; None where the engine is not installed here, or declares them otherwise."""
-    if engine not in SOURCES or (spec := find_spec(engine)) is None:
+def declared(package: str, file: str, classes: tuple[str, ...]) -> dict[str, str] | None:
+    """Name -> annotation of every argument; None where the package is not installed here, or declares them otherwise.
+
+    Args:
+        package: the engine's.
+        file: path of a source file in it.
+        classes: dataclasses in that file whose fields are the arguments.
+    """
+    if (spec := find_spec(package)) is None:
         return None
-    file, classes = SOURCES[engine]
     for folder in spec.submodule_search_locations or ():
         if (path := Path(folder) / file).is_file():
             return fields_of(path.read_text("utf-8"), classes)

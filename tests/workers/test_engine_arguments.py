@@ -7,8 +7,8 @@ from typing import Any, Literal, Optional, Union  # noqa: F401 (the annotations 
 import pytest
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from rlframe.config import engine_arguments
-from rlframe.config.engine_arguments import declared, fields_of, fits
+from workers.engines.arguments import declared, fields_of, fits
+from workers.engines.registry import engine_spec
 
 VALUES = [None, True, False, 0, 1, -3, 0.5, 1.0, "", "a", "1", [], [1], ["a"], [1, "a"], [0.5], {}, {"a": 1}]
 """What YAML can give."""
@@ -88,13 +88,11 @@ def test_fields_are_those_of_the_named_classes():
     assert fields_of(SOURCE, ("Missing",)) is None
 
 
-def test_an_engine_that_is_not_here_or_declares_nothing_there_is_not_judged(monkeypatch):
-    assert declared("torch") is None
-    monkeypatch.setattr(engine_arguments, "find_spec", lambda name: None)
-    assert declared("vllm") is None
-    monkeypatch.undo()
-    monkeypatch.setitem(engine_arguments.SOURCES, "vllm", ("engine/nowhere.py", ("EngineArgs",)))
-    assert declared("vllm") is None
+def test_an_engine_that_is_not_here_or_declares_nothing_there_is_not_judged():
+    assert engine_spec("torch").arguments() is None
+    assert declared("no_such_engine", "engine.py", ("EngineArgs",)) is None
+    assert declared("json", "nowhere.py", ("EngineArgs",)) is None
+    assert declared("json", "decoder.py", ("EngineArgs",)) is None
 
 
 @pytest.mark.slow
@@ -103,7 +101,7 @@ def test_what_is_read_is_what_vllm_takes():
     """The dataclass itself names its fields and defaults; every default that YAML can give fits its annotation."""
     from vllm import AsyncEngineArgs
 
-    found = declared("vllm")
+    found = engine_spec("vllm").arguments()
     fields = {field.name: field for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
     assert set(found) == set(fields)
     for name, field in fields.items():
