@@ -6,6 +6,7 @@ Formulas of losses are `rlframe.losses.targets`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -126,7 +127,7 @@ def assemble(requests: list[PassRequest], kind: LossKind) -> Work:
     weights = _column(
         data, offsets, width, "weights", [weights_of(datum, shape) for datum, shape in zip(data, shapes, strict=True)]
     )
-    columns = {}
+    columns: dict[str, Any] = {}
     for name in ("target_tokens", "logprobs", "advantages", "returns", "old_values"):
         used = name in (*kind.required, *kind.optional) and (on_tokens or name != "target_tokens")
         if used and kind.trains and all(name in datum.inputs for datum in data):
