@@ -14,7 +14,6 @@ from rlframe.config import (
     ENGINE_DTYPES,
     MODEL_DTYPES,
     PROMPT_FILES,
-    AlgorithmConfig,
     Config,
     ConfigError,
     OptimConfig,
@@ -23,7 +22,6 @@ from rlframe.config import (
 from rlframe.config.engine_checks import SEEDS, check_engine
 from rlframe.config.task_checks import GENERATED_TASKS, check_task
 
-ROLLOUT_IS = ("token", "sequence")
 ADVANTAGES = ("gae", "running_mean", "group", "none")
 ENGINES = ("vllm", "sglang", "torch")
 QUANTIZED = ("int8", "int4", "int3", "fp8")
@@ -204,69 +202,9 @@ def _sampling(config: Config) -> None:
 
 
 def _algorithm(config: Config) -> None:
+    from rlframe.losses.checks import check_algorithm  # needs torch
+
     check_algorithm(config.algorithm)
-
-
-def check_algorithm(a: AlgorithmConfig) -> None:
-    """Refuse a policy loss, correction or combination of them that is not defined; for those who use the losses alone.
-
-    Raises:
-        ConfigError: one sentence, as `check` would say it.
-    """
-    from rlframe.losses.rules import POLICY_LOSSES  # needs torch, and this function
-
-    _one_of("algorithm.policy_loss", a.policy_loss, POLICY_LOSSES)
-    _one_of("algorithm.rollout_is", a.rollout_is, ROLLOUT_IS, optional=True)
-    _correction(a)
-    if a.score_centering:
-        on, off = "algorithm.score_centering=true", "set algorithm.score_centering=false"
-        centred = [name for name, make in POLICY_LOSSES.items() if make(a).centering is not None]
-        _refuse(
-            a.policy_loss not in centred,
-            f"{on} needs a weight that depends on a token's ratio alone and algorithm.policy_loss={a.policy_loss} has none; "
-            f"choose algorithm.policy_loss={', '.join(centred)}, or {off}.",
-        )
-        _refuse(
-            a.rollout_is == "sequence",
-            f"{on} needs one weight per token and algorithm.rollout_is=sequence gives one per sequence; "
-            f"set algorithm.rollout_is=token or null, or {off}.",
-        )
-
-
-def _correction(a: AlgorithmConfig) -> None:
-    _refuse(
-        a.rollout_is is not None and a.policy_loss != "reinforce",
-        f"algorithm.rollout_is={a.rollout_is} would apply the ratio twice with algorithm.policy_loss={a.policy_loss}, "
-        "whose loss already has it; set algorithm.rollout_is=null or algorithm.policy_loss=reinforce.",
-    )
-    _refuse(
-        a.policy_loss == "dis" and a.clip_low >= 1,
-        f"algorithm.clip_low={a.clip_low} makes the lower end of the ratio band 0 or less with algorithm.policy_loss=dis; "
-        "it must be below 1.",
-    )
-    _refuse(
-        a.policy_loss in ("ppo_clip", "cispo") and a.clip_low > 1,
-        f"algorithm.clip_low={a.clip_low} makes the lower end of the ratio band negative with "
-        f"algorithm.policy_loss={a.policy_loss}; it must be at most 1.",
-    )
-    _refuse(
-        a.clip_dual is not None and not a.clip_dual > 1,
-        f"algorithm.clip_dual={a.clip_dual} is out of range; it must be above 1, or null.",
-    )
-    _refuse(
-        a.rollout_rs is None and a.rollout_rs_threshold is not None,
-        f"algorithm.rollout_rs_threshold={a.rollout_rs_threshold} has no rule to bound with algorithm.rollout_rs=null; "
-        "choose a rule or set algorithm.rollout_rs_threshold=null.",
-    )
-    parse_threshold(a.rollout_is_threshold, "algorithm.rollout_is_threshold")
-    _refuse(
-        a.rollout_rs is not None and a.rollout_rs_threshold is None,
-        f"algorithm.rollout_rs={a.rollout_rs} needs a bound and algorithm.rollout_rs_threshold is null; "
-        'set algorithm.rollout_rs_threshold, such as "0.999_1.001".',
-    )
-    from rlframe.losses.corrections import rejection  # needs torch, and this module's parse_threshold
-
-    rejection(a.rollout_rs, a.rollout_rs_threshold)
 
 
 def _score_centering(config: Config) -> None:

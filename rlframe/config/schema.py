@@ -88,9 +88,12 @@ class AlgorithmConfig:
     description: str = ""
     """One line for ``rlframe presets``."""
     policy_loss: str = "reinforce"
-    """``reinforce``, ``dis``, ``ppo_clip`` or ``cispo``."""
+    """``reinforce``, ``dis``, ``ppo_clip``, ``cispo``, ``gspo``, ``importance_sampling``, ``dro``; or ``module:Class`` of your own
+    (the current directory is searched, too)."""
+    loss_args: dict[str, Any] = field(default_factory=dict)
+    """Settings of a loss of your own, by the names of its constructor; of dro: ``beta`` (0.05)."""
     clip_low: float = 0.2
-    """Lower clip: the ratio band of dis, ppo_clip and cispo starts at 1 - clip_low."""
+    """Lower clip: the ratio band of dis, ppo_clip, cispo and gspo starts at 1 - clip_low."""
     clip_high: float = 0.2
     """Upper clip: the ratio band ends at 1 + clip_high."""
     clip_dual: Optional[float] = None

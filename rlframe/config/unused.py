@@ -13,7 +13,10 @@ REWARD_SETTINGS = ("reward_workers", "reward_timeout_s", "reward_startup_timeout
 
 def unused(config: Config) -> dict[str, str]:
     """Settings (or sections) without effect in this job -> the reason, to complete "... has no effect"."""
+    from rlframe.losses.registry import settings_of  # needs torch
+
     a = config.algorithm
+    clips = {"clip_low", "clip_high", "clip_dual"}.difference(settings_of(a.policy_loss))
     rules: list[tuple[bool, str, Collection[str]]] = [
         (
             a.advantage != "gae",
@@ -21,8 +24,7 @@ def unused(config: Config) -> dict[str, str]:
             ("critic", "algorithm.gamma", "algorithm.lambda_critic", "algorithm.lambda_policy", "algorithm.lambda_alpha"),
         ),
         (a.advantage != "running_mean", f"with algorithm.advantage={a.advantage}", ("algorithm.running_mean_decay",)),
-        (a.policy_loss == "reinforce", "with algorithm.policy_loss=reinforce", ("algorithm.clip_low", "algorithm.clip_high")),
-        (a.policy_loss != "ppo_clip", f"with algorithm.policy_loss={a.policy_loss}", ("algorithm.clip_dual",)),
+        (True, f"with algorithm.policy_loss={a.policy_loss}", [f"algorithm.{key}" for key in clips]),
         (a.rollout_is is None, "with algorithm.rollout_is=null", ("algorithm.rollout_is_threshold",)),
         (a.lambda_policy != "adaptive", "with a fixed algorithm.lambda_policy", ("algorithm.lambda_alpha",)),
         (
