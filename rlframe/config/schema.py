@@ -88,8 +88,8 @@ class AlgorithmConfig:
     description: str = ""
     """One line for ``rlframe presets``."""
     policy_loss: str = "reinforce"
-    """``reinforce``, ``dis``, ``ppo_clip``, ``cispo``, ``gspo``, ``importance_sampling``, ``dro``; or ``module:Class`` of your own
-    (the current directory is searched, too)."""
+    """``reinforce``, ``dis``, ``ppo_clip``, ``cispo``, ``gspo``, ``importance_sampling``, ``dro``; or ``module:Class`` of your
+    own (the current directory is searched, too)."""
     loss_args: dict[str, Any] = field(default_factory=dict)
     """Settings of a loss of your own, by the names of its constructor; of dro: ``beta`` (0.05)."""
     clip_low: float = 0.2

@@ -31,17 +31,34 @@ from workers.engines.vllm import nccl
 from workers.learner.actor import Actor
 from workers.learner.critic import Critic
 from workers.learner.sessions import actor_spec, critic_spec
-from workers.process import redirect_output
+from workers.process import find_modules_in, redirect_output
 
 
 class LearnerRank:
     """Ray actor: one rank of the learner group."""
 
     def __init__(
-        self, config: Config, model_path: str, rank: int, log_file: str | None, environments: tuple[str, ...] = ()
+        self,
+        config: Config,
+        model_path: str,
+        rank: int,
+        log_file: str | None,
+        environments: tuple[str, ...] = (),
+        user_folder: str | None = None,
     ) -> None:
-        """``environments``: names that the trajectories' `Trajectory.env` will have; needed for ``critic.per_env``."""
+        """A rank that waits for `start`.
+
+        Args:
+            config: the job.
+            model_path: folder of the base model.
+            rank: this rank's number.
+            log_file: where its output goes; None: where the process's goes.
+            environments: names that the trajectories' `Trajectory.env` will have; needed for ``critic.per_env``.
+            user_folder: where a policy loss of the user's own is found: the driver's current directory.
+        """
         redirect_output(log_file)
+        if user_folder is not None:
+            find_modules_in(user_folder)
         torch.set_num_threads(config.actor.threads)
         self.config, self.model_path, self.rank, self.ranks = config, model_path, rank, config.actor.ranks
         self.environments = environments
