@@ -18,12 +18,13 @@ if TYPE_CHECKING:
         skip_observation_gae,
     )
     from rlframe.config import AlgorithmConfig, Config, ConfigError
-    from rlframe.losses.base import LMHead, Loss, LossInputs, LossOutputs
+    from rlframe.losses.base import LMHead, Loss, LossInputs, LossOutputs, SequenceLoss, TokenLoss, TokenTerms
     from rlframe.losses.corrections import Band, Clamp, Rejection, Truncate, Unweighted, WeightRule, rejection, truncation
     from rlframe.losses.functional import PolicyLossOutputs, policy_loss, value_loss
     from rlframe.losses.logprobs import LogProbs
     from rlframe.losses.policy import PolicyLoss
     from rlframe.losses.score_centering import Centering, center
+    from rlframe.losses.sequences import Sequences
     from rlframe.losses.value import ValueLoss, ValuePrediction
     from rlframe.metrics import Metrics
     from rlframe.types import Batch, Prompt, Trajectory
@@ -33,13 +34,14 @@ _MODULES = {
     "rlframe.advantages": "RunningMean adaptive_lambda compute_advantages group_advantages skip_observation_gae",
     "rlframe.config": "AlgorithmConfig Config ConfigError",
     "rlframe.losses.corrections": "Band Clamp Rejection Truncate Unweighted WeightRule rejection truncation",
-    "rlframe.losses.base": "LMHead Loss LossInputs LossOutputs",
+    "rlframe.losses.base": "LMHead Loss LossInputs LossOutputs SequenceLoss TokenLoss TokenTerms",
     "rlframe.losses.functional": "PolicyLossOutputs policy_loss value_loss",
     "rlframe.losses.logprobs": "LogProbs",
     "rlframe.losses.policy": "PolicyLoss",
     "rlframe.losses.value": "ValueLoss ValuePrediction",
     "rlframe.metrics": "Metrics",
     "rlframe.losses.score_centering": "Centering center",
+    "rlframe.losses.sequences": "Sequences",
     "rlframe.types": "Batch Prompt Trajectory",
     "rlframe.validation": "check_batch",
 }
@@ -64,6 +66,10 @@ __all__ = [
     "Prompt",
     "Rejection",
     "RunningMean",
+    "SequenceLoss",
+    "Sequences",
+    "TokenLoss",
+    "TokenTerms",
     "Trajectory",
     "Truncate",
     "Unweighted",

@@ -249,3 +249,27 @@ def test_an_installed_wheel_carries_its_configs(tmp_path):
         text=True,
     ).stdout.split()
     assert out == [str(site / "rlframe" / "__init__.py"), "dis"]
+
+
+def test_a_policy_loss_of_the_users_own_is_tried_when_the_job_is_composed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    text = """
+class Mine:
+    def __init__(self, factor=1.0):
+        self.factor = factor
+    def __call__(self, logprobs, sampler_logprobs, advantages):
+        return -self.factor * advantages * logprobs
+class Mean(Mine):
+    def __call__(self, *tensors):
+        return super().__call__(*tensors).mean()
+"""
+    (tmp_path / "composed_loss.py").write_text(text)
+    plain, mine = ["algorithm=bypass_pg", "algorithm.loss_args.factor=2"], "algorithm.policy_loss=composed_loss:Mine"
+    config = compose([*plain, mine])
+    assert config.algorithm.loss_args == {"factor": 2}
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_yaml(tmp_path / "config.yaml") == config
+    assert "must be (6,)" in refusal(*plain, "algorithm.policy_loss=composed_loss:Mean")
+    assert "algorithm.clip_low has no effect" in refusal(*plain, mine, "algorithm.clip_low=0.1")
+    assert "algorithm.loss_args has factor" in refusal(*plain)
