@@ -21,12 +21,13 @@ if TYPE_CHECKING:
         skip_observation_gae,
     )
     from rlframe.config import AlgorithmConfig, ConfigError, LoraConfig, ModelConfig, OptimConfig
-    from rlframe.losses.base import LMHead, Loss, LossInputs, LossOutputs
+    from rlframe.losses.base import LMHead, Loss, LossInputs, LossOutputs, SequenceLoss, TokenLoss, TokenTerms
     from rlframe.losses.corrections import Band, Clamp, Rejection, Truncate, Unweighted, WeightRule, rejection, truncation
     from rlframe.losses.functional import PolicyLossOutputs, policy_loss, value_loss
     from rlframe.losses.logprobs import LogProbs
     from rlframe.losses.policy import PolicyLoss
     from rlframe.losses.score_centering import Centering, center
+    from rlframe.losses.sequences import Sequences
     from rlframe.losses.value import ValueLoss, ValuePrediction
     from rlframe.metrics import Metrics
     from rlframe.types import Batch, Prompt, Trajectory
@@ -36,13 +37,14 @@ _MODULES = {
     "rlframe.advantages": "Estimator adaptive_lambda compute_advantages group_advantages make_estimator skip_observation_gae",
     "rlframe.config": "AlgorithmConfig ConfigError LoraConfig ModelConfig OptimConfig",
     "rlframe.losses.corrections": "Band Clamp Rejection Truncate Unweighted WeightRule rejection truncation",
-    "rlframe.losses.base": "LMHead Loss LossInputs LossOutputs",
+    "rlframe.losses.base": "LMHead Loss LossInputs LossOutputs SequenceLoss TokenLoss TokenTerms",
     "rlframe.losses.functional": "PolicyLossOutputs policy_loss value_loss",
     "rlframe.losses.logprobs": "LogProbs",
     "rlframe.losses.policy": "PolicyLoss",
     "rlframe.losses.value": "ValueLoss ValuePrediction",
     "rlframe.metrics": "Metrics",
     "rlframe.losses.score_centering": "Centering center",
+    "rlframe.losses.sequences": "Sequences",
     "rlframe.types": "Batch Prompt Trajectory",
     "rlframe.validation": "check_batch",
 }
@@ -69,6 +71,10 @@ __all__ = [
     "PolicyLossOutputs",
     "Prompt",
     "Rejection",
+    "SequenceLoss",
+    "Sequences",
+    "TokenLoss",
+    "TokenTerms",
     "Trajectory",
     "Truncate",
     "Unweighted",

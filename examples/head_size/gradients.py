@@ -21,8 +21,8 @@ from torch import Tensor
 from rlframe.alignment import action_rows
 from rlframe.config import AlgorithmConfig
 from rlframe.losses.base import LMHead, LossInputs
+from rlframe.losses.objective import PolicyRules
 from rlframe.losses.policy import PolicyLoss
-from rlframe.losses.rules import PolicyRules
 from rlframe.losses.score_centering import center
 from rlframe.sessions import Session
 from rlframe.types import Batch

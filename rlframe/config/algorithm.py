@@ -1,11 +1,11 @@
-"""The algorithm: its settings, and which combinations of them are defined."""
+"""The algorithm: its settings; which combinations of them are defined is in `rlframe.losses.checks`, which needs torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from rlframe.config.validate import ConfigError, above, at_least, between, check_fields, choice, one_of, refuse, rule
+from rlframe.config.validate import ConfigError, above, at_least, between, choice, rule
 
 ROLLOUT_IS = ("token", "sequence")
 
@@ -17,9 +17,12 @@ class AlgorithmConfig:
     description: str = ""
     """One line for ``rlframe presets``."""
     policy_loss: str = "reinforce"
-    """``reinforce``, ``dis``, ``ppo_clip`` or ``cispo``."""
+    """``reinforce``, ``dis``, ``ppo_clip``, ``cispo``, ``gspo``, ``importance_sampling``, ``dro``; or ``module:Class`` of your
+    own (the current directory is searched, too)."""
+    loss_args: dict[str, Any] = field(default_factory=dict)
+    """Settings of a loss of your own, by the names of its constructor; of dro: ``beta`` (0.05)."""
     clip_low: float = field(default=0.2, metadata=at_least(0))
-    """Lower clip: the ratio band of dis, ppo_clip and cispo starts at 1 - clip_low."""
+    """Lower clip: the ratio band of dis, ppo_clip, cispo and gspo starts at 1 - clip_low."""
     clip_high: float = field(default=0.2, metadata=at_least(0))
     """Upper clip: the ratio band ends at 1 + clip_high."""
     clip_dual: Optional[float] = None
@@ -88,65 +91,3 @@ def parse_threshold(value: Any, key: str) -> tuple[float | None, float]:
     if not good or (len(bounds) == 2 and bounds[0] >= bounds[1]):
         raise ConfigError(f"{key}={value} is not a threshold; write a positive number (2.0) or a band [lo, hi] ([0.5, 5.0]).")
     return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
-
-
-def check_algorithm(a: AlgorithmConfig) -> None:
-    """Refuse a policy loss, correction or combination of them that is not defined; for those who use the losses alone.
-
-    Raises:
-        ConfigError: one sentence, as `check` would say it.
-    """
-    from rlframe.losses.rules import POLICY_LOSSES  # needs torch, and this function
-
-    check_fields(a, "algorithm")
-    one_of("algorithm.policy_loss", a.policy_loss, POLICY_LOSSES)
-    _correction(a)
-    if a.score_centering:
-        on, off = "algorithm.score_centering=true", "set algorithm.score_centering=false"
-        centred = [name for name, make in POLICY_LOSSES.items() if make(a).centering is not None]
-        refuse(
-            a.policy_loss not in centred,
-            f"{on} needs a weight that depends on a token's ratio alone and algorithm.policy_loss={a.policy_loss} has none; "
-            f"choose algorithm.policy_loss={', '.join(centred)}, or {off}.",
-        )
-        refuse(
-            a.rollout_is == "sequence",
-            f"{on} needs one weight per token and algorithm.rollout_is=sequence gives one per sequence; "
-            f"set algorithm.rollout_is=token or null, or {off}.",
-        )
-
-
-def _correction(a: AlgorithmConfig) -> None:
-    refuse(
-        a.rollout_is is not None and a.policy_loss != "reinforce",
-        f"algorithm.rollout_is={a.rollout_is} would apply the ratio twice with algorithm.policy_loss={a.policy_loss}, "
-        "whose loss already has it; set algorithm.rollout_is=null or algorithm.policy_loss=reinforce.",
-    )
-    refuse(
-        a.policy_loss == "dis" and a.clip_low >= 1,
-        f"algorithm.clip_low={a.clip_low} makes the lower end of the ratio band 0 or less with algorithm.policy_loss=dis; "
-        "it must be below 1.",
-    )
-    refuse(
-        a.policy_loss in ("ppo_clip", "cispo") and a.clip_low > 1,
-        f"algorithm.clip_low={a.clip_low} makes the lower end of the ratio band negative with "
-        f"algorithm.policy_loss={a.policy_loss}; it must be at most 1.",
-    )
-    refuse(
-        a.clip_dual is not None and not a.clip_dual > 1,
-        f"algorithm.clip_dual={a.clip_dual} is out of range; it must be above 1, or null.",
-    )
-    refuse(
-        a.rollout_rs is None and a.rollout_rs_threshold is not None,
-        f"algorithm.rollout_rs_threshold={a.rollout_rs_threshold} has no rule to bound with algorithm.rollout_rs=null; "
-        "choose a rule or set algorithm.rollout_rs_threshold=null.",
-    )
-    parse_threshold(a.rollout_is_threshold, "algorithm.rollout_is_threshold")
-    refuse(
-        a.rollout_rs is not None and a.rollout_rs_threshold is None,
-        f"algorithm.rollout_rs={a.rollout_rs} needs a bound and algorithm.rollout_rs_threshold is null; "
-        "set algorithm.rollout_rs_threshold, such as [0.999, 1.001].",
-    )
-    from rlframe.losses.corrections import rejection  # needs torch, and this module's parse_threshold
-
-    rejection(a.rollout_rs, a.rollout_rs_threshold)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlframe.losses.corrections import WeightRule
+from rlframe.losses.sequences import Sequences
 from rlframe.metrics import Metrics
 from rlframe.types import Batch
 
@@ -69,28 +70,50 @@ class LossOutputs:
     """Detached float32[B] arrays (``bootstrap``, ...)."""
 
 
-class TokenLoss(NamedTuple):
-    """What a policy loss says about C action tokens, each on its own."""
+class TokenTerms(NamedTuple):
+    """What a policy loss says about A action tokens."""
 
     loss: Tensor
-    """[C], the loss of each token."""
+    """[A], the loss of each token; their sum is trained on."""
     slope: Tensor
-    """[C], its derivative with respect to the token's log-probability."""
-    weight: Tensor
-    """[C], the factor on the plain score A grad log p, detached."""
-    clipped: Tensor
-    """bool[C], where clipping, truncation or a band changed the factor; measured on the ratio before it is changed."""
+    """[A], the derivative of the sum with respect to each token's log-probability."""
+    weight: Tensor | None = None
+    """[A], the factor on the plain score A grad log p, detached; for metrics, None: there is none."""
+    clipped: Tensor | None = None
+    """bool[A], where clipping, truncation or a band changed the factor; measured on the ratio before it is changed."""
 
 
-class PolicyTokenLoss(Protocol):
-    """A policy loss as a function of one token: log p, log q and the advantage, all [C]."""
+class TokenLoss(Protocol):
+    """A policy loss of each token on its own; `rlframe.losses.token` has those that are built in.
+
+    One of a user's own may return only the loss [A]; autograd then finds the slope, and what is detached is a constant.
+    """
+
+    level: ClassVar[Literal["token"]]
 
     @property
     def centering(self) -> WeightRule | None:
         """f where L = -A sg[f(r)] log p, so that scores can be centred with it; None where a weight depends on more than r."""
         ...
 
-    def __call__(self, logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor) -> TokenLoss: ...
+    def __call__(self, logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor) -> TokenTerms:
+        """Log p, log q and the advantage of the tokens of a chunk, all [A]; any other shape, too, for the built-in losses."""
+        ...
+
+
+class SequenceLoss(Protocol):
+    """A policy loss that looks at whole trajectories; `rlframe.losses.sequence` has those that are built in."""
+
+    level: ClassVar[Literal["sequence"]]
+
+    @property
+    def centering(self) -> None:
+        """None: centering needs a weight that depends on one token's ratio alone."""
+        ...
+
+    def __call__(self, logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, sequences: Sequences) -> TokenTerms:
+        """All action tokens of some whole trajectories, [A] each; a trajectory must not change what another gets."""
+        ...
 
 
 class Loss(Protocol):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlframe.config import ConfigError
 from rlframe.config.algorithm import parse_threshold
+from rlframe.losses.sequences import Sequences
 
 LOG_RATIO_BOUND = 20.0
 """exp(20) is 4.9e8: beyond it a ratio says only that something is wrong, and its square still fits fp32."""
@@ -144,7 +145,9 @@ class Rejection:
         level, _, kind = self.option.rpartition("_")
         statistic = _divergence(kind, log_ratio)
         if level != "token":
-            statistic = _reduce(level, statistic, segments, count)[segments]
+            sequences = Sequences(segments, count)
+            reduce = {"seq_sum": sequences.sum, "seq_mean": sequences.mean, "seq_max": sequences.max}[level]
+            statistic = sequences.spread(reduce(statistic))
         return (statistic >= self.lower) & (statistic <= self.upper)
 
 
@@ -175,7 +178,7 @@ def rejection(option: str | None, threshold: Any) -> Rejection | None:
 
 def sequence_log_ratio(log_ratio: Tensor, segments: Tensor, count: int) -> Tensor:
     """[count], sum of the log-ratios over the action tokens of each trajectory."""
-    return _reduce("seq_sum", log_ratio, segments, count)
+    return Sequences(segments, count).sum(log_ratio)
 
 
 def _divergence(kind: str, log_ratio: Tensor) -> Tensor:
@@ -184,13 +187,3 @@ def _divergence(kind: str, log_ratio: Tensor) -> Tensor:
         return -log_r
     # expm1 keeps k3 exact near r = 1, where exp(x) - 1 - x loses all digits of x^2 / 2.
     return log_r.square() / 2 if kind == "k2" else log_r.expm1() - log_r
-
-
-def _reduce(level: str, statistic: Tensor, segments: Tensor, count: int) -> Tensor:
-    if level == "seq_max":
-        return statistic.new_zeros(count).scatter_reduce(0, segments, statistic, "amax", include_self=False)
-    # One by one in fp32, a sum of 300k terms would be off by half a percent.
-    total = statistic.new_zeros(count, dtype=torch.float64).index_add(0, segments, statistic.double())
-    if level == "seq_mean":
-        total = total / torch.bincount(segments, minlength=count).clamp(min=1)
-    return total.to(statistic.dtype)

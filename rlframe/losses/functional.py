@@ -14,10 +14,8 @@ from torch import Tensor
 from rlframe.config import AlgorithmConfig
 from rlframe.heads import MASS_TOLERANCE, head_fault
 from rlframe.losses.base import LMHead
-from rlframe.losses.objective import PolicyTokens
+from rlframe.losses.objective import PolicyRules, PolicyTokens
 from rlframe.losses.policy import run_policy_loss
-from rlframe.losses.policy_metrics import policy_metrics
-from rlframe.losses.rules import PolicyRules
 from rlframe.losses.value import squared_errors
 from rlframe.metrics import Metrics
 from rlframe.precision import full_precision
@@ -87,8 +85,8 @@ def policy_loss(
         head_ids=head_ids,
         head_logprobs=head_logprobs,
     )
-    objective, out = run_policy_loss(hidden, head, data, rules, temperature)
-    return PolicyLossOutputs(out.loss, out.logprobs, out.entropy, policy_metrics(objective, out))
+    out, metrics = run_policy_loss(hidden, head, data, rules, temperature)
+    return PolicyLossOutputs(out.loss, out.logprobs, out.entropy, metrics)
 
 
 def _check_tokens(tokens: Tensor, logprobs: Tensor, advantages: Tensor, segments: Tensor, vocabulary: int) -> None:

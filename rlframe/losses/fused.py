@@ -6,7 +6,9 @@ with respect to the logits is a scaled softmax plus a scatter: with slopes a = d
     dL/dz = a e_y + sum_v b_v e_v - (a + sum_v b_v) softmax(z).
 
 A chunk of logits therefore yields its own gradient in the forward pass, while it is still there: two matrix products per
-chunk, as many as the unfused loss takes, and none to recompute logits. What the slopes are, an `Objective` says.
+chunk, as many as the unfused loss takes, and none to recompute logits. What the slopes are, an `Objective` says. A loss of
+whole trajectories says it only `afterwards`: its slopes in the pass are 1, and the factors that it then gives scale each row of
+the gradient of ``hidden`` (if the head trains as well, they come from a first pass for log-probabilities).
 """
 
 from __future__ import annotations
@@ -31,8 +33,21 @@ class Slopes(NamedTuple):
     """[C], dL / dlog p of the sampled token."""
     head: Tensor | None
     """[C, k], dL / dlog p of the head's tokens; None where they play no part."""
-    stats: Tensor
-    """[S, C], whatever the objective wants back for every token; row 0 is the loss."""
+    loss: Tensor
+    """[C]"""
+    stats: dict[str, Tensor]
+    """Whatever the objective wants back for every token, [C] or [C, m]; the same names for every chunk."""
+
+
+class Afterwards(NamedTuple):
+    """An objective's answer once it has seen the log-probabilities of all A tokens, which are those of whole trajectories."""
+
+    factors: Tensor
+    """[A], constant factor on the slopes of every token."""
+    loss: Tensor | None
+    """[A], in the place of what the chunks gave; None: that, times the factors."""
+    stats: dict[str, Tensor]
+    """[A] by name, beside those of the chunks."""
 
 
 class Objective(Protocol):
@@ -42,15 +57,15 @@ class Objective(Protocol):
     """int64[A], the sampled tokens."""
     head_ids: Tensor | None
     """int[A, k], tokens whose log-probabilities the objective needs too; padded entries hold any valid id."""
-    has_factors: bool
-    """Whether `factors` applies: a factor of a token that depends on the log-probabilities of its whole trajectory."""
+    whole: bool
+    """Whether `afterwards` applies: something of a token depends on the log-probabilities of its whole trajectory."""
 
     def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor) -> Slopes:
         """Slopes of the tokens ``rows`` given their log-probabilities [C], and those of the head [C, k] (k may be 0)."""
         ...
 
-    def factors(self, logprobs: Tensor) -> Tensor:
-        """[A], constant factor on the loss and gradient of every token, given all log-probabilities [A]."""
+    def afterwards(self, logprobs: Tensor) -> Afterwards:
+        """What follows from all log-probabilities [A]."""
         ...
 
 
@@ -63,8 +78,10 @@ class FusedOutputs(NamedTuple):
     """[A], nats."""
     entropy: Tensor
     """[A], nats."""
-    stats: Tensor
-    """[S, A], as the objective returned them, the loss in row 0 multiplied by the factors."""
+    losses: Tensor
+    """[A], the loss of each token."""
+    stats: dict[str, Tensor]
+    """[A] or [A, m] by name, as the objective returned them."""
 
 
 @full_precision()
@@ -120,22 +137,26 @@ class _FusedLoss(torch.autograd.Function):
         objective: Objective,
         temperature: float,
         wanted: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         sweep = _Sweep(Projection(head, hidden, temperature, wanted), head, objective)
-        if objective.has_factors and sweep.projection.trains_head:
+        if objective.whole and sweep.projection.trains_head:
             # The gradient of the projection sums over tokens, so their factors must be known before it is formed.
-            sweep.run(objective.factors(sweep.logprobs_only()))
+            after = objective.afterwards(sweep.logprobs_only())
+            sweep.run(after.factors)
+            sweep.finish(after)
         else:
             sweep.run(None)
-            if objective.has_factors:
-                sweep.scale(objective.factors(sweep.logprobs))
+            if objective.whole:
+                after = objective.afterwards(sweep.logprobs)
+                sweep.scale(after.factors)
+                sweep.finish(after)
         if head.group is not None and sweep.projection.d_hidden is not None:
             dist.all_reduce(sweep.projection.d_hidden, group=head.group)
-        outputs = (sweep.stats[0].sum(), sweep.logprobs, sweep.entropy, sweep.stats)
-        ctx.mark_non_differentiable(*outputs[1:])
+        tensors = (sweep.logprobs, sweep.entropy, sweep.losses)
+        ctx.mark_non_differentiable(*tensors)
         ctx.save_for_backward(*sweep.projection.gradients())
         ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
-        return outputs
+        return sweep.losses.sum(), *tensors, sweep.stats
 
     @staticmethod
     @once_differentiable
@@ -155,7 +176,8 @@ class _Sweep:
         self.count = len(projection.hidden)
         self.logprobs = projection.hidden.new_zeros(self.count, dtype=projection.dtype)
         self.entropy = torch.zeros_like(self.logprobs)
-        self.stats = self.logprobs.new_zeros(1, self.count)
+        self.losses = torch.zeros_like(self.logprobs)
+        self.stats: dict[str, Tensor] = {}
         self._exp = self.logprobs.new_empty(projection.rows, len(projection.weight))
 
     def run(self, factors: Tensor | None) -> None:
@@ -163,9 +185,11 @@ class _Sweep:
         for rows in self._chunks():
             soft = self._softmax(rows)
             slopes = self.objective.slopes(rows, soft.logprobs[:, 0], soft.logprobs[:, 1:])
-            if len(self.stats) != len(slopes.stats):
-                self.stats = self.stats.new_zeros(len(slopes.stats), self.count)
-            self.logprobs[rows], self.entropy[rows], self.stats[:, rows] = soft.logprobs[:, 0], soft.entropy, slopes.stats
+            self.logprobs[rows], self.entropy[rows], self.losses[rows] = soft.logprobs[:, 0], soft.entropy, slopes.loss
+            for name, values in slopes.stats.items():
+                if name not in self.stats:
+                    self.stats[name] = values.new_zeros(self.count, *values.shape[1:])
+                self.stats[name][rows] = values
             if self.projection.trains:
                 each = slopes.sampled.unsqueeze(1)
                 if slopes.head is not None:
@@ -175,8 +199,6 @@ class _Sweep:
                 if factors is not None:
                     each = _scaled(each, factors[rows].unsqueeze(1))
                 self.projection.accumulate(rows, soft.gradient(each))
-        if factors is not None:
-            self.stats[0] = _scaled(self.stats[0], factors)
 
     def logprobs_only(self) -> Tensor:
         """[A], log-probabilities of the sampled tokens from a pass of their own."""
@@ -186,9 +208,13 @@ class _Sweep:
 
     def scale(self, factors: Tensor) -> None:
         """Apply the factors of every token [A] after the pass: each has its own row of the gradient of ``hidden``."""
-        self.stats[0] = _scaled(self.stats[0], factors)
         if self.projection.d_hidden is not None:
             self.projection.d_hidden = _scaled(self.projection.d_hidden, factors.unsqueeze(1))
+
+    def finish(self, after: Afterwards) -> None:
+        """The loss and the statistics of every token after the pass."""
+        self.losses = _scaled(self.losses, after.factors) if after.loss is None else after.loss
+        self.stats |= after.stats
 
     def _chunks(self) -> list[slice]:
         """At least one, so that a rank without tokens takes part in collectives and returns arrays of the same width."""

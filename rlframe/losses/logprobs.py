@@ -8,24 +8,24 @@ from torch import Tensor
 
 from rlframe.alignment import action_rows
 from rlframe.losses.base import LossInputs, LossOutputs
-from rlframe.losses.fused import Slopes, fused_loss
+from rlframe.losses.fused import Afterwards, Slopes, fused_loss
 from rlframe.validation import check_rows, check_vocabulary
 
 
 class _Record:
     """`rlframe.losses.fused.Objective` that keeps log-probabilities and has no loss."""
 
-    has_factors = False
+    whole = False
 
     def __init__(self, tokens: Tensor, head_ids: Tensor | None) -> None:
         self.tokens, self.head_ids = tokens, head_ids
 
     def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor) -> Slopes:
-        zero = torch.zeros_like(logprobs).unsqueeze(0)
-        return Slopes(zero[0], None, torch.cat([zero, head_logprobs.T]))
+        zero = torch.zeros_like(logprobs)
+        return Slopes(zero, None, zero, {"head_logprobs": head_logprobs})
 
-    def factors(self, logprobs: Tensor) -> Tensor:
-        return torch.ones_like(logprobs)
+    def afterwards(self, logprobs: Tensor) -> Afterwards:
+        return Afterwards(torch.ones_like(logprobs), None, {})
 
 
 class LogProbs:
@@ -60,7 +60,7 @@ class LogProbs:
             out = fused_loss(acting, inputs.lm_head, _Record(tokens, head_ids), self.temperature)
         columns = {"logprobs": out.logprobs, "entropy": out.entropy}
         if self.head:
-            columns["head_logprobs"] = out.stats[1:].T
+            columns["head_logprobs"] = out.stats["head_logprobs"]
         per_token = {}
         for name, column in columns.items():
             per_token[name] = torch.zeros(batch.num_tokens, *column.shape[1:], device=device)

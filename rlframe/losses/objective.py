@@ -1,16 +1,52 @@
-"""The objective of a policy loss for the fused pass: slopes of every token, and factors of whole trajectories."""
+"""The objective of a policy loss for the fused pass: which loss, weights and rejection, and the slopes that follow.
+
+The losses themselves are in `rlframe.losses.token` and `rlframe.losses.sequence`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rlframe.losses.corrections import ratio, sequence_log_ratio
-from rlframe.losses.fused import Slopes
-from rlframe.losses.rules import PolicyRules
+from rlframe.config import AlgorithmConfig
+from rlframe.losses.base import SequenceLoss, TokenLoss, TokenTerms
+from rlframe.losses.checks import check_algorithm
+from rlframe.losses.corrections import Rejection, WeightRule, ratio, rejection, truncation
+from rlframe.losses.fused import Afterwards, Slopes
+from rlframe.losses.registry import make_policy_loss
 from rlframe.losses.score_centering import center
+from rlframe.losses.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class PolicyRules:
+    """A point in the space of policy losses: an `AlgorithmConfig` as the functions that are applied."""
+
+    loss: TokenLoss | SequenceLoss
+    sequence_weight: WeightRule | None
+    """Rule of the one weight per trajectory; None without."""
+    rejection: Rejection | None
+    """What is dropped; None keeps everything."""
+    centering: WeightRule | None
+    """The loss's own f, when scores are centred."""
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig) -> PolicyRules:
+        """The rules that ``algorithm`` names.
+
+        Raises:
+            ConfigError: the combination is not defined.
+        """
+        check_algorithm(algorithm)
+        loss = make_policy_loss(algorithm)
+        return cls(
+            loss=loss,
+            sequence_weight=truncation(algorithm.rollout_is_threshold) if algorithm.rollout_is == "sequence" else None,
+            rejection=rejection(algorithm.rollout_rs, algorithm.rollout_rs_threshold),
+            centering=loss.centering if algorithm.score_centering else None,
+        )
 
 
 @dataclass
@@ -32,56 +68,72 @@ class PolicyTokens:
     head_logprobs: Tensor | None = None
     """[A, k], -inf in padded entries."""
 
+    def to(self, dtype: torch.dtype) -> PolicyTokens:
+        """The same with log-probabilities and advantages in ``dtype``, what the pass computes in."""
+        head = None if self.head_logprobs is None else self.head_logprobs.to(dtype)
+        return replace(self, logprobs=self.logprobs.to(dtype), advantages=self.advantages.to(dtype), head_logprobs=head)
+
 
 class PolicyObjective:
-    """`rlframe.losses.fused.Objective` of a policy loss; `STATS` names the rows of its stats (the last four with centering)."""
+    """`rlframe.losses.fused.Objective` of a policy loss.
 
-    STATS = ("loss", "weight", "clipped", "correction", "sampler_mass", "trainer_mass", "coefficient_l1")
+    Its statistics, each where it applies: ``weight`` and ``clipped`` of the importance weights before rejection, ``kept`` by
+    rejection; with centering ``correction`` sum_H c log p, ``sampler_mass``, ``trainer_mass`` and ``coefficient_l1``.
+    """
 
-    def __init__(self, rules: PolicyRules, data: PolicyTokens, dtype: torch.dtype) -> None:
-        """``dtype``: fp32 or fp64, what the pass computes in.
+    def __init__(self, rules: PolicyRules, data: PolicyTokens) -> None:
+        """``data`` in the dtype that the pass computes in.
 
         Raises:
             ValueError: scores are to be centred, but there are no heads.
         """
         self.rules, self.data, self.tokens = rules, data, data.tokens
-        self.sampler_logprobs, self.advantages = data.logprobs.to(dtype), data.advantages.to(dtype)
-        self.has_factors = rules.sequence_weight is not None or rules.rejection is not None
+        self.whole = rules.loss.level == "sequence" or rules.sequence_weight is not None or rules.rejection is not None
         self.head_ids: Tensor | None = None
         if rules.centering is not None:
             if data.head_ids is None or data.head_logprobs is None:
                 raise ValueError("Score centering needs head_ids and head_logprobs: the sampler's top-k of every action token.")
-            self.head_logprobs = data.head_logprobs.to(dtype)
+            self.head_logprobs = data.head_logprobs
             self.head_ids = torch.where(self.head_logprobs > -torch.inf, data.head_ids, 0)
-        self.kept: Tensor | None = None
-        """bool[A] after the pass, with rejection."""
-        self.sequence_weights: tuple[Tensor, Tensor] | None = None
-        """After the pass, with sequence weights: [A] the weight of the token's trajectory, and bool[A] where it was bounded."""
 
     def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor) -> Slopes:
         """Token loss of a chunk, minus the expected score under the sampler where scores are centred."""
-        advantages = self.advantages[rows]
-        token = self.rules.token_loss(logprobs, self.sampler_logprobs[rows], advantages)
-        stats = [token.loss, token.weight, token.clipped.to(token.loss.dtype)]
+        loss, advantages = self.rules.loss, self.data.advantages[rows]
+        if loss.level == "sequence":  # `afterwards` has its slopes
+            return Slopes(torch.ones_like(logprobs), None, torch.zeros_like(logprobs), {})
+        token = loss(logprobs, self.data.logprobs[rows], advantages)
+        stats = _weight_stats(token)
         if self.rules.centering is None:
-            return Slopes(token.slope, None, torch.stack(stats))
+            return Slopes(token.slope, None, token.loss, stats)
         centering = center(self.rules.centering, head_logprobs, self.head_logprobs[rows])
-        correction = (centering.coefficients * head_logprobs).sum(1)
-        stats[0] = token.loss + advantages * correction
-        stats += [correction, centering.sampler_mass, centering.trainer_mass, centering.coefficients.abs().sum(1)]
-        return Slopes(token.slope, advantages.unsqueeze(1) * centering.coefficients, torch.stack(stats))
+        stats["correction"] = (centering.coefficients * head_logprobs).sum(1)
+        stats["sampler_mass"], stats["trainer_mass"] = centering.sampler_mass, centering.trainer_mass
+        stats["coefficient_l1"] = centering.coefficients.abs().sum(1)
+        head = advantages.unsqueeze(1) * centering.coefficients
+        return Slopes(token.slope, head, token.loss + advantages * stats["correction"], stats)
 
-    def factors(self, logprobs: Tensor) -> Tensor:
-        """Weight of the trajectory, and 0 for what is rejected; weights are computed before rejection."""
-        log_ratio = logprobs - self.sampler_logprobs
-        segments, count = self.data.segments, self.data.count
-        factors = torch.ones_like(log_ratio)
-        if self.rules.sequence_weight is not None:
-            total = sequence_log_ratio(log_ratio, segments, count)
-            weight = self.rules.sequence_weight.weight(total)
-            factors = weight[segments]
-            self.sequence_weights = factors, (weight != ratio(total))[segments]
-        if self.rules.rejection is not None:
-            self.kept = self.rules.rejection.keep(log_ratio, segments, count)
-            factors = torch.where(self.kept, factors, 0.0)
-        return factors
+    def afterwards(self, logprobs: Tensor) -> Afterwards:
+        """The loss or the weight of whole trajectories, and 0 for what is rejected; rejection comes after weights."""
+        data, rules, loss = self.data, self.rules, self.rules.loss
+        sequences = Sequences(data.segments, data.count)
+        log_ratio = logprobs - data.logprobs
+        factors, each, stats = torch.ones_like(log_ratio), None, {}
+        if loss.level == "sequence":
+            terms = loss(logprobs, data.logprobs, data.advantages, sequences)
+            factors, each, stats = terms.slope, terms.loss, _weight_stats(terms)
+        elif rules.sequence_weight is not None:
+            total = sequences.sum(log_ratio)
+            weight = rules.sequence_weight.weight(total)
+            factors = sequences.spread(weight)
+            stats = {"weight": factors, "clipped": sequences.spread(weight != ratio(total))}
+        if rules.rejection is not None:
+            kept = rules.rejection.keep(log_ratio, data.segments, data.count)
+            factors = torch.where(kept, factors, 0.0)
+            each = None if each is None else torch.where(kept, each, 0.0)
+            stats["kept"] = kept
+        return Afterwards(factors, each, stats)
+
+
+def _weight_stats(terms: TokenTerms) -> dict[str, Tensor]:
+    stats = {"weight": terms.weight, "clipped": terms.clipped}
+    return {name: column for name, column in stats.items() if column is not None}

@@ -13,20 +13,20 @@ from rlframe.alignment import action_rows, trajectory_of
 from rlframe.config import AlgorithmConfig, ConfigError
 from rlframe.losses.base import LMHead, LossInputs, LossOutputs
 from rlframe.losses.fused import FusedOutputs, fused_loss
-from rlframe.losses.objective import PolicyObjective, PolicyTokens
+from rlframe.losses.objective import PolicyObjective, PolicyRules, PolicyTokens
 from rlframe.losses.policy_metrics import policy_metrics
-from rlframe.losses.rules import PolicyRules
 from rlframe.losses.score_centering import check_heads
+from rlframe.metrics import Metrics
 from rlframe.validation import check_finite, check_logprobs, check_rows, check_vocabulary
 
 
 def run_policy_loss(
     hidden: Tensor, head: LMHead, data: PolicyTokens, rules: PolicyRules, temperature: float
-) -> tuple[PolicyObjective, FusedOutputs]:
-    """The fused pass over the hidden states [A, H] that produced the tokens of ``data``."""
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    objective = PolicyObjective(rules, data, dtype)
-    return objective, fused_loss(hidden, head, objective, temperature)
+) -> tuple[FusedOutputs, Metrics]:
+    """The fused pass over the hidden states [A, H] that produced the tokens of ``data``, and its metrics."""
+    data = data.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    out = fused_loss(hidden, head, PolicyObjective(rules, data), temperature)
+    return out, policy_metrics(data, out)
 
 
 class PolicyLoss:
@@ -79,7 +79,7 @@ class PolicyLoss:
             head_logprobs=column(batch.head_logprobs) if self.rules.centering else None,
         )
         acting = hidden.index_select(0, torch.from_numpy(producers).to(device))
-        objective, out = run_policy_loss(acting, inputs.lm_head, data, self.rules, self.temperature)
+        out, metrics = run_policy_loss(acting, inputs.lm_head, data, self.rules, self.temperature)
         scattered = torch.zeros(2, batch.num_tokens, device=device)
         scattered[:, torch.from_numpy(rows).to(device)] = torch.stack([out.logprobs, out.entropy]).float()
-        return LossOutputs(out.loss, policy_metrics(objective, out), {"logprobs": scattered[0], "entropy": scattered[1]})
+        return LossOutputs(out.loss, metrics, {"logprobs": scattered[0], "entropy": scattered[1]})

@@ -7,11 +7,11 @@ import torch
 
 from rlframe.losses.corrections import LOG_RATIO_BOUND
 from rlframe.losses.fused import FusedOutputs
-from rlframe.losses.objective import PolicyObjective
+from rlframe.losses.objective import PolicyTokens
 from rlframe.metrics import Metrics
 
 
-def policy_metrics(objective: PolicyObjective, out: FusedOutputs) -> Metrics:
+def policy_metrics(data: PolicyTokens, out: FusedOutputs) -> Metrics:
     """Statistics of one micro-batch of whole trajectories; empty for one without action tokens.
 
     Token means run over all action tokens, those that rejection drops included; trajectory means over the trajectories that
@@ -22,16 +22,19 @@ def policy_metrics(objective: PolicyObjective, out: FusedOutputs) -> Metrics:
     if not count:
         return metrics
     # One transfer from the device for everything.
-    table = torch.cat([torch.stack([out.logprobs, out.entropy, objective.sampler_logprobs]), out.stats]).double().cpu().numpy()
-    logprobs, entropy, sampler = table[:3]
-    stats = dict(zip(objective.STATS, table[3:], strict=False))
+    columns = {"logprobs": out.logprobs, "entropy": out.entropy, "sampler": data.logprobs, "loss": out.losses, **out.stats}
+    table = torch.stack([column.double() for column in columns.values()]).cpu().numpy()
+    stats = dict(zip(columns, table, strict=True))
     metrics.mean("actor/pg_loss", stats["loss"].sum(), count)
-    metrics.mean("actor/entropy", entropy.sum(), count)
-    metrics.mean("actor/advantage_mean", objective.advantages.double().sum().item(), count)
-    _mismatch(metrics, logprobs, sampler, objective.data.segments.cpu().numpy(), objective.data.count)
-    _weights(metrics, objective, stats)
-    if objective.kept is not None:
-        metrics.mean("rollout_corr/rollout_rs_masked_fraction", float((~objective.kept).sum()), count)
+    metrics.mean("actor/entropy", stats["entropy"].sum(), count)
+    metrics.mean("actor/advantage_mean", data.advantages.double().sum().item(), count)
+    _mismatch(metrics, stats["logprobs"], stats["sampler"], data.segments.cpu().numpy(), data.count)
+    if "weight" in stats:
+        _weights(metrics, stats["weight"])
+    if "clipped" in stats:
+        metrics.mean("actor/clip_fraction", stats["clipped"].sum(), count)
+    if "kept" in stats:
+        metrics.mean("rollout_corr/rollout_rs_masked_fraction", count - stats["kept"].sum(), count)
     for name, key in (
         ("actor/sc_correction", "correction"),
         ("actor/sc_sampler_head_mass", "sampler_mass"),
@@ -68,15 +71,9 @@ def _mismatch(metrics: Metrics, logprobs: np.ndarray, sampler: np.ndarray, segme
         metrics.mean(f"rollout_corr/{name}", np.exp(nats.clip(max=600)).sum(), acting.sum())
 
 
-def _weights(metrics: Metrics, objective: PolicyObjective, stats: dict[str, np.ndarray]) -> None:
+def _weights(metrics: Metrics, weights: np.ndarray) -> None:
     """Importance weights as applied, before rejection."""
-    if not objective.rules.weighs:
-        return
-    weights, clipped = stats["weight"], stats["clipped"]
-    if objective.sequence_weights is not None:
-        weights, clipped = (column.double().cpu().numpy() for column in objective.sequence_weights)
     metrics.mean("rollout_corr/rollout_is_mean", weights.sum(), len(weights))
     metrics.max("rollout_corr/rollout_is_max", weights.max())
     metrics.min("rollout_corr/rollout_is_min", weights.min())
     metrics.effective_sample_size("rollout_corr/rollout_is_eff_sample_size", weights)
-    metrics.mean("actor/clip_fraction", clipped.sum(), len(weights))

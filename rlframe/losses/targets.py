@@ -2,14 +2,13 @@
 
 A datum has T input tokens and, for each of its T positions, K target tokens (K = 1 but for distillation) with weights,
 advantages or log-probabilities; row t of the hidden states predicts the targets of row t. Trajectories with an action mask
-and a shift are `rlframe.losses.policy`. The gradient goes through `rlframe.losses.fused`.
+and a shift are `rlframe.losses.policy`. The formulas are those of `rlframe.losses.token`, cell by cell, with the names and
+defaults of `rlframe.losses.registry.API_LOSSES`; the gradient goes through `rlframe.losses.fused`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -17,15 +16,13 @@ from torch import Tensor
 
 from rlframe.columns import Column, TokenBatch
 from rlframe.config import ConfigError
-from rlframe.losses.base import LossInputs, LossOutputs
-from rlframe.losses.corrections import ratio, ratio_slope
-from rlframe.losses.fused import Slopes, fused_loss
+from rlframe.losses.base import LossInputs, LossOutputs, TokenLoss
+from rlframe.losses.fused import Afterwards, Slopes, fused_loss
+from rlframe.losses.registry import API_LOSSES
 from rlframe.losses.value import squared_errors
 
 Columns = dict[str, Tensor]
 """Inputs of some cells by name, all of one shape."""
-TokenRule = Callable[[Tensor, Columns], tuple[Tensor, Tensor]]
-"""Log-probabilities and the inputs -> the loss of every cell and its derivative with respect to the log-probability."""
 
 
 class Targets(TokenBatch):
@@ -50,148 +47,55 @@ class Targets(TokenBatch):
     """float32[N, K]"""
 
 
-def cross_entropy(logprobs: Tensor, inputs: Columns) -> tuple[Tensor, Tensor]:
-    """-w log p; weights are any real numbers."""
-    return -_times(inputs["weights"], logprobs), -inputs["weights"]
-
-
-def importance_sampling(logprobs: Tensor, inputs: Columns) -> tuple[Tensor, Tensor]:
-    """-exp(log p - log q) A."""
-    log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
-    return -ratio(log_ratio) * advantages, -ratio_slope(log_ratio) * advantages
-
-
-def ppo(low: float, high: float) -> TokenRule:
-    """-min(r A, clip(r, low, high) A) with absolute thresholds (arXiv 1707.06347)."""
-
-    def rule(logprobs: Tensor, inputs: Columns) -> tuple[Tensor, Tensor]:
-        log_ratio, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
-        plain, bounded = ratio(log_ratio) * advantages, ratio(log_ratio).clamp(low, high) * advantages
-        slope = torch.where(bounded < plain, 0.0, -ratio_slope(log_ratio) * advantages)
-        return -torch.minimum(plain, bounded), slope
-
-    return rule
-
-
-def cispo(low: float, high: float) -> TokenRule:
-    """-sg[clip(r, low, high)] log p A (arXiv 2506.13585)."""
-
-    def rule(logprobs: Tensor, inputs: Columns) -> tuple[Tensor, Tensor]:
-        slope = -ratio(logprobs - inputs["logprobs"]).clamp(low, high) * inputs["advantages"]
-        return _times(slope, logprobs), slope
-
-    return rule
-
-
-def dis(low: float, high: float) -> TokenRule:
-    """-sg[r if low < r < high else 0] log p A (SAO, arXiv 2607.07508)."""
-
-    def rule(logprobs: Tensor, inputs: Columns) -> tuple[Tensor, Tensor]:
-        r = ratio(logprobs - inputs["logprobs"])
-        slope = torch.where((low < r) & (r < high), -r * inputs["advantages"], 0.0)
-        return _times(slope, logprobs), slope
-
-    return rule
-
-
-def dro(beta: float) -> TokenRule:
-    """-(log p A - beta / 2 (log p - log q)^2)."""
-
-    def rule(logprobs: Tensor, inputs: Columns) -> tuple[Tensor, Tensor]:
-        gap, advantages = logprobs - inputs["logprobs"], inputs["advantages"]
-        return 0.5 * beta * gap.square() - logprobs * advantages, beta * gap - advantages
-
-    return rule
-
-
 def _times(factor: Tensor, x: Tensor) -> Tensor:
     """factor x, where a factor of 0 gives 0 whatever x is."""
     return torch.where(factor == 0, 0.0, factor * x)
 
 
-@dataclass(frozen=True)
-class LossKind:
-    """What a loss takes."""
-
-    needs: str
-    """``lm_head`` or ``value_head``."""
-    required: tuple[str, ...]
-    """Inputs of every datum."""
-    optional: tuple[str, ...] = ()
-    """Inputs that may be left out."""
-    config: Mapping[str, float] = field(default_factory=dict)
-    """Settings with their defaults; NaN: off."""
-    trains: bool = True
-    """False: for forward passes only."""
-    rule: Callable[..., TokenRule] | None = None
-    """Builds the rule of a loss on tokens from the settings."""
-
-
-_POLICY = ("target_tokens", "logprobs", "advantages")
-_OFF = float("nan")
-
-LOSSES: dict[str, LossKind] = {
-    "cross_entropy": LossKind("lm_head", ("target_tokens",), ("weights",), rule=lambda: cross_entropy),
-    "importance_sampling": LossKind("lm_head", _POLICY, ("weights",), rule=lambda: importance_sampling),
-    "ppo": LossKind("lm_head", _POLICY, ("weights",), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, rule=ppo),
-    "cispo": LossKind("lm_head", _POLICY, ("weights",), {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, rule=cispo),
-    "dis": LossKind("lm_head", _POLICY, ("weights",), {"clip_low_threshold": 0.7, "clip_high_threshold": 6.0}, rule=dis),
-    "dro": LossKind("lm_head", _POLICY, ("weights",), {"beta": 0.05}, rule=dro),
-    "value_loss": LossKind(
-        "value_head", ("returns",), ("weights", "old_values", *_POLICY), {"vf_coef": 1.0, "clip_range": _OFF}
-    ),
-    "value_prediction": LossKind("value_head", (), ("weights", "returns", "old_values", *_POLICY), trains=False),
-}
-"""Loss names of the API."""
-
-
 def make_loss(name: str, config: Mapping[str, float]) -> TokenTargets | ValueTargets:
-    """The loss ``name`` over `Targets`; settings that are left out have their defaults.
+    """The loss ``name`` of `API_LOSSES` over `Targets`; settings that are left out have their defaults.
 
     Raises:
         ConfigError: no such loss, or it has no such setting.
     """
-    if name not in LOSSES:
-        raise ConfigError(f"loss_fn={name!r} is not known; choose one of {', '.join(LOSSES)}.")
-    kind = LOSSES[name]
+    if name not in API_LOSSES:
+        raise ConfigError(f"loss_fn={name!r} is not known; choose one of {', '.join(API_LOSSES)}.")
+    kind = API_LOSSES[name]
     if unknown := sorted(set(config) - set(kind.config)):
         raise ConfigError(
-            f"loss_fn_config has {unknown[0]!r}, which loss_fn={name!r} does not take; it takes {_listed(kind.config)}."
+            f"loss_fn_config has {unknown[0]!r}, which loss_fn={name!r} does not take; "
+            f"it takes {', '.join(kind.config) or 'no settings'}."
         )
     settings = {**kind.config, **config}
-    if kind.rule is None:
+    if kind.make is None:
         return ValueTargets(trains=kind.trains, **settings)
-    if "clip_low_threshold" in settings:
-        return TokenTargets(kind.rule(settings["clip_low_threshold"], settings["clip_high_threshold"]))
-    return TokenTargets(kind.rule(**settings))
-
-
-def _listed(names: Mapping[str, Any]) -> str:
-    return ", ".join(names) or "no settings"
+    return TokenTargets(kind.make(**settings), kind.advantages)
 
 
 class _Cells:
-    """`rlframe.losses.fused.Objective`: K targets a position, stats are the loss and the log-probabilities behind the first."""
+    """`rlframe.losses.fused.Objective`: K targets a position; statistics are the log-probabilities behind the first."""
 
-    has_factors = False
+    whole = False
 
-    def __init__(self, rule: TokenRule, columns: Columns) -> None:
+    def __init__(self, loss: TokenLoss, advantages: str, columns: Columns) -> None:
         ids = columns["target_tokens"]
         self.tokens: Tensor = ids[:, 0]
         self.head_ids: Tensor | None = ids[:, 1:] if ids.shape[1] > 1 else None
-        self._rule, self._columns = rule, columns
+        self._loss, self._advantages, self._columns = loss, advantages, columns
 
     def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor) -> Slopes:
         cells = torch.cat([logprobs.unsqueeze(1), head_logprobs], 1)
         columns = {name: column[rows] for name, column in self._columns.items()}
-        loss, slope = self._rule(cells, columns)
+        # Cross entropy has no sampler; its ratio is 1.
+        terms = self._loss(cells, columns.get("logprobs", cells), columns[self._advantages])
+        loss, slope = terms.loss, terms.slope
         if "mask" in columns:
             loss, slope = _times(columns["mask"], loss), _times(columns["mask"], slope)
-        stats = torch.cat([loss.sum(1, keepdim=True), head_logprobs], 1).T
-        return Slopes(slope[:, 0], slope[:, 1:] if self.head_ids is not None else None, stats)
+        head = slope[:, 1:] if self.head_ids is not None else None
+        return Slopes(slope[:, 0], head, loss.sum(1), {"head_logprobs": head_logprobs})
 
-    def factors(self, logprobs: Tensor) -> Tensor:
-        return torch.ones_like(logprobs)
+    def afterwards(self, logprobs: Tensor) -> Afterwards:
+        return Afterwards(torch.ones_like(logprobs), None, {})
 
 
 class TokenTargets:
@@ -199,8 +103,9 @@ class TokenTargets:
 
     needs = "lm_head"
 
-    def __init__(self, rule: TokenRule) -> None:
-        self.rule = rule
+    def __init__(self, loss: TokenLoss, advantages: str = "advantages") -> None:
+        """``loss``: the formula of every cell; ``advantages``: the input that it takes as A."""
+        self.loss, self.advantages = loss, advantages
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """The loss of a micro-batch of `Targets`.
@@ -211,11 +116,9 @@ class TokenTargets:
         if inputs.lm_head is None:
             raise ValueError("A loss on tokens needs the lm_head.")
         columns = _columns(inputs)
-        out = fused_loss(inputs.hidden, inputs.lm_head, _Cells(self.rule, columns))
-        logprobs = torch.cat([out.logprobs.unsqueeze(1), out.stats[1:].T], 1).float()
-        return LossOutputs(
-            out.loss, per_token={"logprobs": logprobs}, per_trajectory={"loss": _per_datum(inputs, out.stats[0])}
-        )
+        out = fused_loss(inputs.hidden, inputs.lm_head, _Cells(self.loss, self.advantages, columns))
+        logprobs = torch.cat([out.logprobs.unsqueeze(1), out.stats["head_logprobs"]], 1).float()
+        return LossOutputs(out.loss, per_token={"logprobs": logprobs}, per_trajectory={"loss": _per_datum(inputs, out.losses)})
 
 
 class ValueTargets:
@@ -227,7 +130,7 @@ class ValueTargets:
 
     needs = "value_head"
 
-    def __init__(self, trains: bool = True, vf_coef: float = 1.0, clip_range: float = _OFF) -> None:
+    def __init__(self, trains: bool = True, vf_coef: float = 1.0, clip_range: float = float("nan")) -> None:
         self.trains, self.vf_coef = trains, vf_coef
         self.clip_range = clip_range if clip_range == clip_range else None
 

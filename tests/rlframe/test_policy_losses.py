@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rlframe import AlgorithmConfig, ConfigError, PolicyLoss
-from rlframe.losses.rules import POLICY_LOSSES
-from rlframe.losses.targets import importance_sampling, ppo
+from rlframe.losses.registry import API_LOSSES, make_policy_loss
 from tests.support.loss_cases import dense_logprobs, gradient, make_case, sampled
 
 
@@ -58,7 +57,7 @@ def test_loss_and_gradient_equal_the_formula(name: str) -> None:
 def one_token(name: str, log_p: float, log_q: float, advantage: float):
     algorithm, _ = CASES[name]
     tensors = (torch.tensor([x], dtype=torch.float64) for x in (log_p, log_q, advantage))
-    return POLICY_LOSSES[algorithm.policy_loss](algorithm)(*tensors)
+    return make_policy_loss(algorithm)(*tensors)
 
 
 def clamped(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -82,8 +81,8 @@ FAR = {
     ),
     "reinforce": (AlgorithmConfig(), lambda p, q, a: -a * p),
     "tis": (AlgorithmConfig(rollout_is="token"), lambda p, q, a: -clamped(p, q).clamp(max=2).detach() * a * p),
-    "target importance_sampling": (importance_sampling, lambda p, q, a: -clamped(p, q) * a),
-    "target ppo": (ppo(0.8, 1.2), lambda p, q, a: clamped_ppo(p, q, a, 0.8, 1.2)),
+    "target importance_sampling": (API_LOSSES["importance_sampling"].make(), lambda p, q, a: -clamped(p, q) * a),
+    "target ppo": (API_LOSSES["ppo"].make(**API_LOSSES["ppo"].config), lambda p, q, a: clamped_ppo(p, q, a, 0.8, 1.2)),
 }
 """What builds a loss, and its formula with the log-ratio clamped to +-20."""
 
@@ -97,13 +96,10 @@ def test_the_gradient_beyond_the_clamp_of_the_log_ratio_is_that_of_the_loss(name
     log_q = torch.full_like(log_r, -41.0)
     log_p = (log_q + log_r).requires_grad_()
     expected = formula(log_p, log_q, a)
-    if isinstance(loss, AlgorithmConfig):
-        got = POLICY_LOSSES[loss.policy_loss](loss)(log_p.detach(), log_q, a)
-        values, slopes = got.loss, got.slope
-    else:
-        values, slopes = loss(log_p.detach(), {"logprobs": log_q, "advantages": a})
-    torch.testing.assert_close(values, expected.detach(), rtol=1e-13, atol=0)
-    torch.testing.assert_close(slopes, gradient(expected.sum(), log_p)[0], rtol=1e-13, atol=0)
+    loss = make_policy_loss(loss) if isinstance(loss, AlgorithmConfig) else loss
+    got = loss(log_p.detach(), log_q, a)
+    torch.testing.assert_close(got.loss, expected.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(got.slope, gradient(expected.sum(), log_p)[0], rtol=1e-13, atol=0)
 
 
 def test_dis_weight_is_detached() -> None:
@@ -115,7 +111,7 @@ def test_dis_weight_is_detached() -> None:
 def test_dis_band_is_open_and_blind_to_the_sign_of_the_advantage(sign: float) -> None:
     algorithm = AlgorithmConfig(policy_loss="dis", clip_low=0.5, clip_high=1.0)
     r = torch.tensor([0.5, 0.500001, 1.0, 1.999999, 2.0], dtype=torch.float64)
-    token = POLICY_LOSSES["dis"](algorithm)(r.log(), torch.zeros(5).double(), torch.full((5,), sign).double())
+    token = make_policy_loss(algorithm)(r.log(), torch.zeros(5).double(), torch.full((5,), sign).double())
     assert (token.slope == 0).tolist() == [True, False, False, False, True]
     assert token.clipped.tolist() == [True, False, False, False, True]
 

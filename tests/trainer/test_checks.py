@@ -6,9 +6,10 @@ from typing import Optional, get_type_hints
 import pytest
 
 from rlframe.config import AlgorithmConfig, ConfigError
-from rlframe.config.algorithm import check_algorithm
+from rlframe.losses.checks import check_algorithm
+from rlframe.losses.objective import PolicyRules
 from rlframe.losses.policy import PolicyLoss
-from rlframe.losses.rules import POLICY_LOSSES, PolicyRules
+from rlframe.losses.registry import POLICY_LOSSES
 from trainer.settings.checks import check
 from trainer.settings.config import Config
 
@@ -133,12 +134,12 @@ def test_a_loss_that_does_not_say_how_its_scores_are_centred_is_refused(monkeypa
     """Whatever it is called: a check that lists names would let it through, and centering would do nothing."""
 
     class Squared:
-        centering = None
+        level, centering = "token", None
 
         def __call__(self, logprobs, sampler_logprobs, advantages):
             raise NotImplementedError
 
-    monkeypatch.setitem(POLICY_LOSSES, "squared", lambda algorithm: Squared())
+    monkeypatch.setitem(POLICY_LOSSES, "squared", Squared)
     algorithm = AlgorithmConfig(policy_loss="squared", score_centering=True)
     for refuse in (check_algorithm, PolicyRules.of, PolicyLoss):
         with pytest.raises(ConfigError, match=r"policy_loss=squared has none; choose .*reinforce, dis, cispo, or set"):

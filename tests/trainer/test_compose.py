@@ -285,3 +285,27 @@ def test_a_setting_that_is_gone_is_refused_on_the_command_line_and_read_over_in_
     assert "\ncritic:\n" in text
     (tmp_path / "config.yaml").write_text(text.replace("\ncritic:\n", f"\ncritic:\n  per_env: {value}\n"))
     assert load_yaml(tmp_path / "config.yaml") == compose()
+
+
+def test_a_policy_loss_of_the_users_own_is_tried_when_the_job_is_composed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    text = """
+class Mine:
+    def __init__(self, factor=1.0):
+        self.factor = factor
+    def __call__(self, logprobs, sampler_logprobs, advantages):
+        return -self.factor * advantages * logprobs
+class Mean(Mine):
+    def __call__(self, *tensors):
+        return super().__call__(*tensors).mean()
+"""
+    (tmp_path / "composed_loss.py").write_text(text)
+    plain, mine = ["algorithm=bypass_pg", "algorithm.loss_args.factor=2"], "algorithm.policy_loss=composed_loss:Mine"
+    config = compose([*plain, mine])
+    assert config.algorithm.loss_args == {"factor": 2}
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_yaml(tmp_path / "config.yaml") == config
+    assert "must be (6,)" in refusal(*plain, "algorithm.policy_loss=composed_loss:Mean")
+    assert "algorithm.clip_low has no effect" in refusal(*plain, mine, "algorithm.clip_low=0.1")
+    assert "algorithm.loss_args has factor" in refusal(*plain)

@@ -34,6 +34,7 @@ OURS = {
     "sao_sc": ("dis", 0.3, 5.0, "gae", 1, True),
     "grpo": ("ppo_clip", 0.2, 0.2, "group", 8, False),
     "grpo_dis": ("dis", 0.3, 5.0, "group", 8, False),
+    "gspo": ("gspo", 0.0003, 0.0004, "group", 8, False),
 }
 
 

@@ -1,6 +1,6 @@
 """From data as they arrived to what the ranks take, with every check that names a field; and from what they gave, back.
 
-Formulas of losses are `rlframe.losses.targets`.
+Formulas of losses are `rlframe.losses.token`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from rlframe.losses.targets import LOSSES, LossKind, Targets
+from rlframe.losses.registry import API_LOSSES, LossKind
+from rlframe.losses.targets import Targets
 from trainer.server.errors import UserError
 from trainer.server.protobuf import Datum, PassRequest, write_outputs
 
@@ -41,9 +42,9 @@ def check_request(request: PassRequest) -> LossKind:
     Raises:
         UserError: there is no such loss, no such setting, no data, or the loss cannot train.
     """
-    kind = LOSSES.get(request.loss)
+    kind = API_LOSSES.get(request.loss)
     if kind is None:
-        raise UserError(f"loss_fn={request.loss!r} is not known; choose one of {', '.join(LOSSES)}.")
+        raise UserError(f"loss_fn={request.loss!r} is not known; choose one of {', '.join(API_LOSSES)}.")
     for name, value in request.settings.items():
         if name not in kind.config:
             listed = ", ".join(kind.config) or "no settings"
@@ -101,7 +102,7 @@ def _check_inputs(d: int, datum: Datum, kind: LossKind, request: PassRequest) ->
                 f"Datum {d}: loss_fn_inputs has {name!r}, which loss_fn={request.loss!r} does not take; it takes "
                 f"{', '.join(allowed)}."
             )
-        if kind.needs == "value_head" and name in LOSSES["ppo"].required:
+        if kind.needs == "value_head" and name in API_LOSSES["ppo"].required:
             continue  # the policy's inputs, on data that both models are given
         if array.shape != wanted:
             raise UserError(f"Datum {d}: loss_fn_inputs[{name!r}] has shape {list(array.shape)} instead of {list(wanted)}.")

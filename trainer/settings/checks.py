@@ -8,7 +8,6 @@ Checks look at the resolved `Config` only, so they hold for the command line, fo
 from __future__ import annotations
 
 from rlframe.advantages import check_advantage, make_estimator
-from rlframe.config.algorithm import check_algorithm
 from rlframe.config.model import check_model
 from rlframe.config.validate import check_fields, refuse
 from trainer.settings.config import Config
@@ -25,6 +24,8 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: one sentence that names the setting, or the two settings that do not go together, and what to change.
     """
+    from rlframe.losses.checks import check_algorithm  # needs torch
+
     for key in ("name", "run_dir"):
         refuse(not getattr(config, key).strip(), f"{key} is empty; give it a value.")
     check_fields(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any, Self
 
 import numpy as np
@@ -38,7 +39,7 @@ class LearnerGroup:
                 num_gpus=actor.gpus,
                 runtime_env={"env_vars": _environment(config)},
                 **pool.options(rank),
-            ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log", critics)
+            ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log", critics, os.getcwd())
             for rank in range(actor.ranks)
         ]
         return cls(ranks)

@@ -31,16 +31,35 @@ from workers.engines.weights import announce, streams
 from workers.learner.actor import Actor
 from workers.learner.critic import Critic
 from workers.learner.sessions import actor_spec, critic_spec
-from workers.process import redirect_output
+from workers.process import find_modules_in, redirect_output
 from workers.settings import Config
 
 
 class LearnerRank:
     """Ray actor: one rank of the learner group."""
 
-    def __init__(self, config: Config, model_path: str, rank: int, log_file: str | None, critics: tuple[str, ...] = ()) -> None:
-        """``critics``: names of the critic sessions, `workers.learner.roles.critic_names` of a run."""
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        rank: int,
+        log_file: str | None,
+        critics: tuple[str, ...] = (),
+        user_folder: str | None = None,
+    ) -> None:
+        """A rank that waits for `start`.
+
+        Args:
+            config: the job.
+            model_path: folder of the base model.
+            rank: this rank's number.
+            log_file: where its output goes; None: where the process's goes.
+            critics: names of the critic sessions, `workers.learner.roles.critic_names` of a run.
+            user_folder: where a policy loss of the user's own is found: the driver's current directory.
+        """
         redirect_output(log_file)
+        if user_folder is not None:
+            find_modules_in(user_folder)
         torch.set_num_threads(config.actor.threads)
         self.config, self.model_path, self.rank, self.ranks = config, model_path, rank, config.actor.ranks
         self.critics = critics
