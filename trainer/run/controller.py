@@ -51,7 +51,7 @@ from workers.engines.protocol import SamplingParams
 from workers.faults import Fault
 from workers.learner.group import LearnerGroup
 from workers.rollout.group import RolloutGroup
-from workers.rollout.supervision import WorkerLost
+from workers.supervised import WorkerLost
 
 
 @dataclass

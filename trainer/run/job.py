@@ -45,7 +45,7 @@ from workers.learner.sessions import check_sessions
 from workers.pools import Pool
 from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
-from workers.rollout.supervision import StartFailed, started
+from workers.supervised import StartFailed, started
 
 
 @dataclass
