@@ -123,6 +123,14 @@ def test_a_sampler_that_says_nothing_is_lost_and_its_requests_are_not(path, monk
     assert "Sampler 0 is lost: it did not answer health() within 3 s. It is started again" in caplog.text
 
 
+def test_one_sampler_that_answers_is_enough_to_be_ready(path):
+    async def use(group, actors):
+        actors[0].instance.engine.health = lambda: asyncio.sleep(3600)
+        return await group.health()
+
+    assert with_group(path, use) is None
+
+
 def test_requests_wait_for_the_only_sampler_to_come_back(path):
     async def use(group, actors):
         kill(actors[0])

@@ -6,6 +6,7 @@ A plain class; `SamplerGroup` wraps it as Ray actors. What is sampled for whom i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -196,9 +197,16 @@ class SamplerGroup(SupervisedGroup):
         await self.each("forget", adapter, workers=self.up())
 
     async def health(self) -> None:
-        """Return if a sampler can serve; raise `NoSampler` if none can."""
-        if not await self.each("health", workers=self.up()):
-            raise NoSampler(self._none_left() if all(worker.gone for worker in self.workers) else "No sampler is up.")
+        """Return as soon as one sampler says that it can serve; raise `NoSampler` if none does."""
+        calls = [asyncio.ensure_future(self.workers[i].call("health")) for i in self.up()]
+        try:
+            for first in asyncio.as_completed(calls):
+                with contextlib.suppress(Exception):
+                    return await first
+        finally:
+            for call in calls:
+                call.cancel()
+        raise NoSampler(self._none_left() if all(worker.gone for worker in self.workers) else "No sampler is up.")
 
     async def close(self) -> None:
         """End all engines."""
