@@ -124,7 +124,7 @@ class Supervised:
         actor = self._actor
         try:
             async with asyncio.timeout(limit):
-                return await getattr(actor, method).remote(*args)
+                return await self._unless_lost(getattr(actor, method).remote(*args))
         except TimeoutError as error:
             if isinstance(error, RayTaskError):
                 raise  # of the method itself
@@ -136,6 +136,21 @@ class Supervised:
         except RayError as error:
             raise self.lose(first_line(error), actor) from error
 
+    async def _unless_lost(self, call: Awaitable[Any]) -> Any:
+        """The answer; a loss that another call finds ends the wait for it at once, whenever Ray hears of it."""
+        answer, lost = asyncio.ensure_future(call), asyncio.ensure_future(self.lost.wait())
+        try:
+            await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise self.loss or self._replaced()
+            return answer.result()
+        finally:
+            answer.cancel()
+            lost.cancel()
+
+    def _replaced(self) -> WorkerLost:
+        return WorkerLost(f"{self.who} was replaced during a call.")
+
     def lose(self, reason: str, actor: Any = None, kind: Kind = Kind.WORKER_LOST) -> WorkerLost:
         """Give the actor up and kill what is left of it; ``actor``: only if it is still this one. Returns the loss."""
         if self.loss is None and actor in (None, self._actor):
@@ -143,7 +158,7 @@ class Supervised:
             self.admitted = False
             self.lost.set()
             self._kill(self._actor)
-        return self.loss or WorkerLost(f"{self.who} was replaced during a call.")
+        return self.loss or self._replaced()
 
     async def start(self, log: str) -> None:
         """Start the engine for the first time.
