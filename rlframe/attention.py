@@ -10,6 +10,8 @@ out in rows.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +40,9 @@ class _Group:
 
 
 class Segments:
-    """How the row of the current pass is cut. One object per backbone, known to its attention layers, refilled every pass."""
+    """How the row of one pass is cut: into trajectories of ``lengths`` (int[B], all positive)."""
 
-    def __init__(self) -> None:
-        self._groups: list[_Group] = []
-        self._back = torch.zeros(0, dtype=torch.int64)
-        self._trivial = False
-
-    def describe(self, lengths: np.ndarray, device: torch.device) -> None:
-        """The row holds trajectories of ``lengths`` (int[B], all positive)."""
+    def __init__(self, lengths: np.ndarray, device: torch.device) -> None:
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         kinds = np.floor(np.log(lengths) / math.log(_CLASS_RATIO)).astype(np.int64)
         groups, back, offset = [], np.zeros(int(lengths.sum()), np.int64), 0
@@ -101,6 +97,34 @@ class Segments:
         return picked.unflatten(0, (group.count, group.length)).transpose(1, 2)
 
 
+_ROW: ContextVar[Segments] = ContextVar("row")
+"""How the row of the running pass is cut. Arguments of a model's forward would say it too, but not every architecture hands
+what it does not know on to its attention layers."""
+
+
+class within:
+    """A context, which may be entered again, inside of which attention keeps the trajectories of ``segments`` apart."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+
+    def __enter__(self) -> None:
+        self._token = _ROW.set(self._segments)
+
+    def __exit__(self, *_: object) -> None:
+        _ROW.reset(self._token)
+
+
+def recomputed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of the two forwards of a checkpointed block (``context_fn`` of `torch.utils.checkpoint.checkpoint`).
+
+    The second runs in the backward pass, after the pass has left its context and maybe another has begun, on a thread of
+    autograd where the model is on an accelerator.
+    """
+    segments = _ROW.get(None)
+    return nullcontext(), nullcontext() if segments is None else within(segments)
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -117,8 +141,7 @@ def _attention(
         raise NotImplementedError(
             f"Attention over segments has no {unknown or 'attention mask'}; set model.attn_implementation=eager."
         )
-    segments: Segments = module.rlframe_segments  # type: ignore[assignment]
-    return segments.attend(query, key, value, scale=scaling, window=sliding_window), None
+    return _ROW.get().attend(query, key, value, scale=scaling, window=sliding_window), None
 
 
 AttentionInterface.register(NAME, _attention)

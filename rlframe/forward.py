@@ -7,6 +7,7 @@ Several trajectories go in one pass, laid out as the attention kernel allows. Wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,14 +60,10 @@ class PackedForward:
         self.body, self.device = body, device
         model = body.model
         kernel = model.config._attn_implementation
-        # Kernels that know several sequences in a row get a single one.
-        self._one_row = kernel == attention.NAME or "flash" in kernel
-        self._segments = attention.Segments()
-        self._dynamic: list[Any] = []
-        for module in model.modules():
-            module.rlframe_segments = self._segments  # type: ignore[assignment]
-            if getattr(module, "rope_type", None) == "dynamic":
-                self._dynamic.append(module)
+        # Kernels that know several sequences in a row get a single one; ours is told where they begin.
+        self._told = kernel == attention.NAME
+        self._one_row = self._told or "flash" in kernel
+        self._dynamic: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == "dynamic"]
 
     def __call__(self, tokens: np.ndarray, lengths: np.ndarray, consume: Callable[[Tensor, LMHead], Any]) -> Any:
         """Run trajectories of ``lengths`` [B] whose ``tokens`` [N] are concatenated.
@@ -82,15 +79,15 @@ class PackedForward:
         for module in self._dynamic:  # frequencies that grew with a long row would stay for the next, shorter one
             module.inv_freq, module.max_seq_len_cached = module.original_inv_freq.clone(), module.original_max_seq_len
         if self._one_row:
-            self._segments.describe(lengths, self.device)
             starts = np.cumsum(lengths) - lengths
             source = np.arange(len(tokens))[None]
             positions, cells = source - starts.repeat(lengths), None
         else:
             layout = lay_out(lengths)
             source, positions, cells = layout.source, layout.positions, torch.from_numpy(layout.cells).to(self.device)
-        return self.body(
-            torch.from_numpy(tokens[source].astype("int64")).to(self.device),
-            torch.from_numpy(positions).to(self.device),
-            lambda hidden, head: consume(hidden[0] if cells is None else hidden.flatten(0, 1)[cells], head),
-        )
+        with attention.within(attention.Segments(lengths, self.device)) if self._told else nullcontext():
+            return self.body(
+                torch.from_numpy(tokens[source].astype("int64")).to(self.device),
+                torch.from_numpy(positions).to(self.device),
+                lambda hidden, head: consume(hidden[0] if cells is None else hidden.flatten(0, 1)[cells], head),
+            )

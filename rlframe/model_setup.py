@@ -82,7 +82,9 @@ def recompute_activations(model: PreTrainedModel) -> None:
     The block's own ``forward`` is wrapped, so that FSDP's hooks stay outside: they gather the block once for both.
     """
     for block in blocks(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=attention.recomputed
+        )
 
 
 def shard(root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype, *, trainable: bool) -> None:

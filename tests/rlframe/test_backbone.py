@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from rlframe import attention
 from rlframe.attention import Segments
 from rlframe.config import ConfigError
+from rlframe.forward import Body, PackedForward
+from rlframe.forward import FinalLogits as Final
+from rlframe.model_setup import recompute_activations
 from tests.support.session_cases import Policy, load, make_batch, spec
 from tests.support.tiny_models import ARCHITECTURES, FinalLogits, write
 
@@ -69,8 +74,7 @@ def test_attention_within_segments_equals_the_dense_formula(lengths: list[int], 
     generator = torch.Generator().manual_seed(0)
     sizes = [(1, heads, sum(lengths), 6) for heads in (4, 2, 2)]
     inputs = [torch.randn(size, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for size in sizes]
-    segments = Segments()
-    segments.describe(np.array(lengths), torch.device("cpu"))
+    segments = Segments(np.array(lengths), torch.device("cpu"))
     out = segments.attend(*inputs, scale=0.3, window=window)
     doubles = [x.detach().double().requires_grad_() for x in inputs]
     dense = dense_attention(*doubles, lengths, window)
@@ -82,3 +86,24 @@ def test_attention_within_segments_equals_the_dense_formula(lengths: list[int], 
     for a, b in zip((out, *mine), (dense, *reference), strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a.double(), b, rtol=rtol, atol=atol)
+
+
+def test_a_recomputed_block_sees_the_row_of_its_own_pass_on_any_thread(tmp_path) -> None:
+    """Two passes begin before the first goes backward, on another thread, as autograd does it on accelerators."""
+    write("llama", str(tmp_path))
+    model, plain = (AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa").eval() for _ in range(2))
+    model.set_attn_implementation(attention.NAME)
+    recompute_activations(model)
+    forward = PackedForward(Body(model, Final()), torch.device("cpu"))
+    rows = [(np.arange(1, 1 + sum(lengths)), np.array(lengths)) for lengths in ([9, 5, 12], [2, 17, 3])]
+    losses = [forward(*row, lambda hidden, head: hidden.square().sum()) for row in rows]
+    backward = Thread(target=losses[0].backward)
+    backward.start()
+    backward.join()
+    tokens, lengths = rows[0]
+    for part in np.split(tokens, np.cumsum(lengths)[:-1]):
+        plain.model(input_ids=torch.from_numpy(part)[None]).last_hidden_state.square().sum().backward()
+    found, expected = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, plain))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-4, rtol=1e-4)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rlframe.checksum import weights_checksum
@@ -24,6 +25,8 @@ from workers.rollout.settings import RolloutConfig
 
 VOCABULARY = 64
 MAX_MODEL_LEN = 512
+RANK = 8
+"""Of adapters."""
 PATIENCE_S = 900
 """For an engine that starts on a machine which does much else."""
 
@@ -108,6 +111,25 @@ def make_update(version: int, mode: str, named, adapter: dict | None = None) -> 
     return WeightUpdate(version=version, mode=mode, tensors=tensors, adapter=adapter)
 
 
+def adapted(seed):
+    """The base model with a LoRA adapter whose factors are random, alpha / rank no power of two."""
+    config = LoraConfig(r=RANK, lora_alpha=12, target_modules="all-linear", bias="none")
+    model = get_peft_model(tiny_model(), config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def adapter_update(model, version):
+    factors = get_peft_model_state_dict(model)
+    config = model.peft_config["default"].to_dict()
+    config["target_modules"] = sorted(config["target_modules"])
+    return make_update(version, "adapter", factors.items(), adapter=config)
+
+
 def checksum_of(model: torch.nn.Module) -> str:
     return weights_checksum(model.parameters())
 
@@ -149,3 +171,8 @@ async def update_in_flight(engine, update: WeightUpdate, prompt: np.ndarray, lon
     await engine.generate(prompt, short)
     await apply(engine, update)
     return await running
+
+
+def part(completion, rows):
+    names = ("ids", "logprobs", "head_ids", "head_logprobs", "versions")
+    return type(completion)(**{name: getattr(completion, name)[rows] for name in names}, finish=completion.finish)

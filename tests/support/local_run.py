@@ -1,12 +1,13 @@
-"""A whole job in one process: the real controller, learner rank, rollout worker and torch engine, without Ray between them.
+"""A whole job in one process: the real controller, learner rank, rollout worker and torch engine; `local_ray` between them.
 
-Ray's part (processes, serialisation) is tested in `test_run.py`; here many jobs run in seconds.
+Ray's part (processes) is tested in `test_run.py`; here many jobs run in seconds.
 """
 
 import asyncio
 import json
 from pathlib import Path
 
+from tests.support.local_ray import Actor, kill, put
 from trainer.run import recovery
 from trainer.run.attempts import conclude, on_signal
 from trainer.run.checkpoints import Checkpoints
@@ -34,49 +35,9 @@ SMALL = [
 ]
 
 
-class Method:
-    """``handle.method`` with Ray's ``.remote`` and ``.options(num_returns=n)``."""
-
-    def __init__(self, function, returns=None):
-        self.function, self.returns = function, returns
-
-    def options(self, num_returns=None, concurrency_group=None):
-        return Method(self.function, num_returns)
-
-    def remote(self, *args):
-        result = self.function(*args)
-        if asyncio.iscoroutine(result):
-            return asyncio.ensure_future(result)
-        if self.returns is None:
-            return done(result)
-        return [done(part) for part in result]
-
-
-class Handle:
-    def __init__(self, target):
-        self.target = target
-
-    def __getattr__(self, name):
-        return Method(getattr(self.target, name))
-
-
-class Resolved:
-    """What Ray does to references among the arguments: they arrive as values."""
-
+class LocalLearner(LearnerGroup):
     def share(self, batch):
-        return batch
-
-
-class LocalLearner(Resolved, LearnerGroup):
-    async def weight_update(self, *args):
-        update, checksum = await super().weight_update(*args)
-        return await update, checksum
-
-
-def done(value):
-    future = asyncio.get_running_loop().create_future()
-    future.set_result(value)
-    return future
+        return put(batch)
 
 
 def run(
@@ -102,7 +63,7 @@ def run(
 
 
 def rollout_group(config, inputs, worker):
-    return RolloutGroup(config, lambda i: Handle(worker(config, inputs.model_path, i)))
+    return RolloutGroup(config, lambda i: Actor(worker, config, inputs.model_path, i), kill=kill)
 
 
 async def _attempt(config, run_dir, resume, signals, worker, rank, conclusion):
@@ -113,7 +74,7 @@ async def _attempt(config, run_dir, resume, signals, worker, rank, conclusion):
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
     rollouts = rollout_group(config, inputs, worker)
     evaluators = rollout_group(evaluator_config(config), inputs, worker) if serves_other_weights(config.rollout) else rollouts
-    learner = LocalLearner([Handle(rank(config, inputs.model_path, 0, None, critic_names(config)))])
+    learner = LocalLearner([Actor(rank, config, inputs.model_path, 0, None, critic_names(config))])
     controller = None
     try:
         await asyncio.gather(*(group.start() for group in {rollouts, evaluators, learner}))

@@ -1,13 +1,13 @@
-"""A whole server in one process: ranks and samplers behind handles that work as Ray's, uvicorn in a thread."""
+"""A whole server in one process: ranks and samplers behind `local_ray`, uvicorn in a thread."""
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import tinker
 import uvicorn
 
+from tests.support.local_ray import Actor, kill, put
 from trainer.server.app import make_app
 from trainer.server.auth import Keys
 from trainer.server.serve import Base, make_service
@@ -20,26 +20,6 @@ ALICE, BOB = "tml-alice-000000", "tml-bob-00000000"
 BASE = "tiny"
 PATIENCE_S = 600
 """For a server on a machine that does much else."""
-
-
-class Handle:
-    """``handle.method.remote(...)``: coroutines run on this loop, everything else in one thread of its own."""
-
-    def __init__(self, target):
-        self._target, self._thread = target, ThreadPoolExecutor(1)
-
-    def __getattr__(self, name):
-        return _Method(getattr(self._target, name), self._thread)
-
-
-class _Method:
-    def __init__(self, function, thread):
-        self._function, self._thread = function, thread
-
-    def remote(self, *args):
-        if asyncio.iscoroutinefunction(self._function):
-            return asyncio.ensure_future(self._function(*args))
-        return asyncio.get_running_loop().run_in_executor(self._thread, self._function, *args)
 
 
 class LocalRank(SessionRank):
@@ -57,7 +37,7 @@ class LocalRank(SessionRank):
 
 class LocalGroup(SessionGroup):
     def share(self, batch):
-        return batch
+        return put(batch)
 
 
 class LocalServer:
@@ -87,9 +67,9 @@ class LocalServer:
 
     async def _serve(self):
         self.base = Base.read(self.config)
-        self.rank = LocalRank(self.config, self.base.path, 0, None)
-        self.samplers = [SamplerWorker(self.config, self.base.path, i, None) for i in range(self.config.rollout.workers)]
-        group, samplers = LocalGroup([Handle(self.rank)]), SamplerGroup([Handle(worker) for worker in self.samplers])
+        rank = Actor(LocalRank, self.config, self.base.path, 0, None, threaded=True)
+        self.rank, self.samplers = rank.instance, []
+        group, samplers = LocalGroup([rank]), SamplerGroup(self.config, self._spawn, kill=kill)
         await asyncio.gather(group._all("start", ""), samplers.start())
         keys = Keys({ALICE: "alice", BOB: "bob"})
         self.service = await make_service(self.config, self.base, keys, self.folder / "state", group, samplers)
@@ -108,6 +88,11 @@ class LocalServer:
         http.should_exit = True
         await listening
         await asyncio.gather(group.close(), samplers.close())
+
+    def _spawn(self, index):
+        actor = Actor(SamplerWorker, self.config, self.base.path, index, None)
+        self.samplers.append(actor.instance)
+        return actor
 
     def client(self, key: str = ALICE, **options) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.url, api_key=key, **options)

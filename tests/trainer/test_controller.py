@@ -2,12 +2,12 @@
 
 import math
 import pickle
-from copy import deepcopy
 from typing import ClassVar
 
 import pytest
 
-from tests.support.kill_points import trained
+from tests.support.faulty_workers import Deaf
+from tests.support.kill_points import numbers, trained
 from tests.support.local_run import run
 from trainer.run import recovery
 from trainer.run.checkpoints import Checkpoints
@@ -17,12 +17,6 @@ from trainer.watch import glossary
 from workers.rollout.worker import RolloutWorker
 
 PRESETS = presets()
-TIMES = ("time/", "perf/", "idle/")
-
-
-def numbers(rows):
-    """Everything but the clock."""
-    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
 
 
 @pytest.mark.slow
@@ -167,14 +161,6 @@ def test_every_version_reaches_the_sampler_as_flat_arrays_and_is_told_by_its_che
     assert versions == (0, 1, 2, 3) and set(modes) == {mode}
     assert len(set(checksums)) == 4
     assert max(in_band) < 500, "bytes a tensor beside its memory: nothing grows with the number of its elements"
-
-
-class Deaf(RolloutWorker):
-    """Goes on serving the first weights that it got."""
-
-    async def update_weights(self, update, *places):
-        self.first = getattr(self, "first", None) or deepcopy(update)  # without processes its arrays are the actor's own
-        return await super().update_weights(self.first, *places)
 
 
 @pytest.mark.slow

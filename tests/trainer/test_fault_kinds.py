@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from test_controller import Deaf, numbers
-from test_recovery import save
 
 from tests.support import faults as fault_support
+from tests.support.checkpoints import save
+from tests.support.faulty_workers import Deaf
+from tests.support.kill_points import numbers
 from tests.support.local_run import run
 from trainer.run import attempts
 from trainer.run.checkpoints import Checkpoints

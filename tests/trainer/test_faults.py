@@ -7,9 +7,9 @@ import os
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from test_controller import numbers
 
 from tests.support import local_run as local
+from tests.support.kill_points import numbers
 from tests.support.processes import PATIENCE_S, alive, wait_for
 from trainer.cluster.placement import plan
 from trainer.run.job import make_controller, read_inputs

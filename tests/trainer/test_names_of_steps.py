@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_recovery import save
 
+from tests.support.checkpoints import save
 from trainer.run.checkpoints import Checkpoints
 from trainer.run.failures import CheckpointError
 from trainer.settings.sections import CheckpointConfig

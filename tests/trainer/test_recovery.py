@@ -10,30 +10,12 @@ import pytest
 
 from rlframe.advantages import make_estimator
 from rlframe.config import AlgorithmConfig
-from rlframe.files import seal
 from rlframe.types import Batch, Trajectory
+from tests.support.checkpoints import Ranks, rest, save
 from trainer.run.checkpoints import Checkpoints, verify
 from trainer.run.failures import CheckpointError
 from trainer.run.recovery import read_batches, read_state, write_state
 from trainer.settings.sections import CheckpointConfig
-
-
-class Ranks:
-    """Stands where the learner group does: writes one file, as a rank would, once it may."""
-
-    def __init__(self):
-        self.weights = b"weights" * 100
-        self.may_write = asyncio.Event()
-        self.may_write.set()
-
-    async def snapshot(self):
-        self.taken = self.weights
-
-    async def write(self, directory):
-        await self.may_write.wait()
-        path = Path(directory) / "actor.safetensors"
-        path.write_bytes(self.taken)
-        return {path.name: seal(path)}
 
 
 def batch(index, tokens):
@@ -56,18 +38,6 @@ def batch(index, tokens):
             )
         ]
     )
-
-
-def rest(step, batches=()):
-    return lambda directory: write_state(directory, {"step": step, "slots": []}, list(batches), "steps: 1")
-
-
-def save(checkpoints, step, batches=(), score=None):
-    async def whole():
-        await checkpoints.save(step, Ranks(), rest(step, batches), score)
-        await checkpoints.settle()
-
-    asyncio.run(whole())
 
 
 def kept(run_dir):

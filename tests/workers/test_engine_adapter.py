@@ -4,16 +4,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from test_engine_contract import part
+from peft import get_peft_model_state_dict
 
 from rlframe.checksum import weights_checksum
 from tests.support.engines import (
+    RANK,
+    adapted,
+    adapter_update,
     alignment_error,
     apply,
     engine_params,
-    make_update,
+    part,
     prompt_of,
     save,
     serving,
@@ -25,32 +26,11 @@ from workers.engines.protocol import SamplingParams
 from workers.engines.sglang.engine import SGLangEngine
 from workers.engines.torch.engine import TorchEngine
 
-RANK = 8
-
 
 @pytest.fixture(scope="module", params=engine_params())
 def served(request, tmp_path_factory):
     with serving(request.param, save(tiny_model(), tmp_path_factory.mktemp("model")), max_lora_rank=RANK) as served:
         yield served
-
-
-def adapted(seed):
-    """The base model with a LoRA adapter whose factors are random, alpha / rank no power of two."""
-    config = LoraConfig(r=RANK, lora_alpha=12, target_modules="all-linear", bias="none")
-    model = get_peft_model(tiny_model(), config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def adapter_update(model, version):
-    factors = get_peft_model_state_dict(model)
-    config = model.peft_config["default"].to_dict()
-    config["target_modules"] = sorted(config["target_modules"])
-    return make_update(version, "adapter", factors.items(), adapter=config)
 
 
 def test_an_adapter_is_what_peft_computes_and_each_version_has_its_checksum(served):

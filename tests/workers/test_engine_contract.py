@@ -5,7 +5,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import time
 from dataclasses import FrozenInstanceError
 
 import numpy as np
@@ -15,13 +14,13 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from tests.support.engines import (
     MAX_MODEL_LEN,
-    PATIENCE_S,
     VOCABULARY,
     alignment_error,
     apply,
     checksum_of,
     dense_logprobs,
     engine_params,
+    part,
     perturbed,
     prompt_of,
     save,
@@ -161,11 +160,6 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(served):
     assert alignment_error(new, seen, part(completion, slice(n, None)), 0.7) < 1e-4
 
 
-def part(completion, rows):
-    names = ("ids", "logprobs", "head_ids", "head_logprobs", "versions")
-    return type(completion)(**{name: getattr(completion, name)[rows] for name in names}, finish=completion.finish)
-
-
 def test_an_update_that_does_not_fit_is_refused_and_names_the_tensor(served):
     engine, run = served
     run(apply(engine, update_of(BASE, 1)))
@@ -282,7 +276,7 @@ def test_an_engine_that_hangs_or_dies_raises_in_its_callers(served, tmp_path):
     with pytest.raises(EngineDeadError, match="did not answer"):
         run(engine.health())
     os.kill(core.pid, signal.SIGCONT)
-    engine._timeout_s = 60.0
+    engine._timeout_s = 86400.0  # of which the test has no time to wait
 
     async def die_with_episodes():
         worker = RolloutWorker(config_of(stop_token_ids=()), model_folder(tmp_path))
@@ -296,9 +290,7 @@ def test_an_engine_that_hangs_or_dies_raises_in_its_callers(served, tmp_path):
             await worker.update_weights(update_of(BASE, 1))
         return fault
 
-    begin = time.monotonic()
     assert "died" in run(die_with_episodes()).reason
     for call in (engine.health, engine.pause, lambda: engine.generate(prompt_of(3), SamplingParams(max_new_tokens=1))):
         with pytest.raises(EngineDeadError):
             run(call())
-    assert time.monotonic() - begin < PATIENCE_S / 2, "nothing waited for an answer of the dead engine"

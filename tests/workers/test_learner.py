@@ -1,6 +1,7 @@
 """The roles of a learner rank: who shares a backbone, how several critics combine, what an update moves."""
 
 import socket
+from copy import deepcopy
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -39,6 +40,9 @@ def trajectory(index, env, length, finish="stop"):
 BATCH = Batch.from_trajectories([trajectory(0, "arithmetic", 7), trajectory(1, "other", 9), trajectory(2, "arithmetic", 6)])
 BATCH.returns = np.ones(BATCH.num_tokens, np.float32)
 BATCH.advantages = np.where(BATCH.action_mask, 1.0, 0.0).astype(np.float32)
+for array in vars(BATCH).values():
+    if isinstance(array, np.ndarray):
+        array.flags.writeable = False  # as a rank gets it
 
 
 @pytest.fixture
@@ -100,12 +104,13 @@ def test_a_fresh_critic_predicts_exactly_zero(rank):
 
 def test_an_ensemble_gives_the_mean_of_its_members(rank):
     learner = rank("critic.ensemble=3", "critic.optim.warmup_steps=0", "critic.optim.lr=1e-2")
-    BATCH.values, BATCH.bootstrap = learner.values(BATCH)
+    batch = deepcopy(BATCH)
+    batch.values, batch.bootstrap = learner.values(batch)
     for _ in range(3):
-        learner.update_critic(BATCH)
+        learner.update_critic(batch)
     members = [own_values(learner, name) for name in learner.critic.sessions]
     assert np.abs(members[0] - members[1]).max() > 1e-6, "members start from different factors"
-    np.testing.assert_allclose(learner.values(BATCH)[0], np.mean(members, axis=0), atol=1e-6)
+    np.testing.assert_allclose(learner.values(batch)[0], np.mean(members, axis=0), atol=1e-6)
 
 
 def test_a_cut_trajectory_is_worth_what_the_critics_say_after_its_last_token(rank):

@@ -6,30 +6,23 @@ from collections import Counter
 import pytest
 
 from tests.support.engines import checksum_of, perturbed, tiny_model, update_of
+from tests.support.local_ray import Actor, kill
 from tests.support.rollouts import config_of, model_folder, prompts_of
 from workers.engines.protocol import SamplingParams
 from workers.faults import Fault, Kind
-from workers.rollout.group import MAX_LOSSES, RolloutGroup
-from workers.rollout.supervision import StartFailed, WorkerLost
+from workers.rollout.group import RolloutGroup
 from workers.rollout.worker import RolloutWorker
+from workers.supervised import MAX_LOSSES, StartFailed, WorkerLost
 
 PARAMS = SamplingParams(max_new_tokens=6)
 
 
-class Place(RolloutWorker):
-    """A worker in this process, called as Ray calls one."""
+class Recorded(RolloutWorker):
+    """Knows which prompts it had; a deadly one ends its engine."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.sampled = []
-
-    def __getattribute__(self, name):
-        found = super().__getattribute__(name)
-        return (
-            Remote(found)
-            if name in ("submit", "collect", "evaluate", "update_weights", "stats", "start", "close", "progress")
-            else found
-        )
 
     async def _episode(self, prompt, number, sampling):
         self.sampled.append(prompt.index)
@@ -38,26 +31,22 @@ class Place(RolloutWorker):
         return await super()._episode(prompt, number, sampling)
 
 
-class Remote:
-    def __init__(self, function):
-        self.remote = function
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
 def with_group(path, use, **rollout):
-    """Run ``use(group, actors)``; ``actors`` are all that were ever made, in their order."""
+    """Run ``use(group, actors)``; ``actors`` are the objects behind all that were ever made, in their order."""
     config, actors = config_of(**{"workers": 2, **rollout}), []
 
     def spawn(index):
-        actors.append(Place(config, path, index))
-        return actors[-1]
+        actor = Actor(Recorded, config, path, index)
+        actors.append(actor.instance)
+        return actor
 
     async def main():
-        group = RolloutGroup(config, spawn)
+        group = RolloutGroup(config, spawn, kill=kill)
         await group.start()
         await group.admit(range(len(group.workers)))
         try:
@@ -116,6 +105,7 @@ def test_a_prompt_goes_to_the_worker_with_the_fewest_in_flight(path):
 def test_prompts_of_a_dead_engine_come_back_from_the_other_worker_each_once(path):
     async def use(group, actors):
         prompts = prompts_of(12)
+        await actors[0].engine.pause()
         await group.submit(prompts, list(range(12)), 1, PARAMS)
         await actors[0].engine.close()
         came, losses = await collect_all(group)
@@ -239,18 +229,18 @@ def test_a_long_evaluation_has_no_time_limit_beside_those_of_its_episodes(path):
 
 
 def test_an_engine_that_cannot_start_says_why_and_is_not_started_again(path):
-    class Full(Place):
+    class Full(Recorded):
         async def start(self):
             raise MemoryError("no room for\nthe key-value cache")
 
     made = []
 
     def spawn(index):
-        made.append(Full(config_of(workers=1), path, index))
+        made.append(Actor(Full, config_of(workers=1), path, index))
         return made[-1]
 
     async def main():
-        await RolloutGroup(config_of(workers=1), spawn, "/runs/x/logs").start()
+        await RolloutGroup(config_of(workers=1), spawn, "/runs/x/logs", kill).start()
 
     sentence = r"(?s)^Rollout worker 0 cannot start: MemoryError: no room for.the key-value cache\. Its log is /runs/x/logs/"
     with pytest.raises(StartFailed, match=sentence):

@@ -12,11 +12,22 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_engine_adapter import RANK, adapted, adapter_update
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch
-from tests.support.engines import MAX_MODEL_LEN, alignment_error, apply, perturbed, prompt_of, save, tiny_model, update_of
+from tests.support.engines import (
+    MAX_MODEL_LEN,
+    RANK,
+    adapted,
+    adapter_update,
+    alignment_error,
+    apply,
+    perturbed,
+    prompt_of,
+    save,
+    tiny_model,
+    update_of,
+)
 from tests.support.rollouts import config_of, model_folder, prompts_of
 from tests.support.sglang_wire_server import WireServer
 from workers.engines.protocol import EngineDeadError, SamplingParams, WeightUpdate

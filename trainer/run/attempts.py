@@ -16,7 +16,7 @@ from trainer.run import recovery
 from trainer.run.checkpoints import Checkpoints, step_of
 from trainer.run.failures import LearnerDied, RunFailed, WorkerDied
 from trainer.settings.config import Config
-from workers.rollout.supervision import StartFailed, WorkerLost, first_line
+from workers.supervised import StartFailed, WorkerLost, first_line
 
 if TYPE_CHECKING:
     from trainer.run.controller import Controller

@@ -54,7 +54,7 @@ from workers.faults import Fault
 from workers.learner.group import LearnerGroup
 from workers.rollout.group import RolloutGroup
 from workers.rollout.settings import serves_other_weights
-from workers.rollout.supervision import WorkerLost
+from workers.supervised import WorkerLost
 
 
 @dataclass

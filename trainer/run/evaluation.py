@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from trainer.run.failures import RunFailed
 from trainer.watch.step_metrics import eval_metrics
-from workers.rollout.supervision import WorkerLost
 from workers.rollout.worker import Evaluation
+from workers.supervised import WorkerLost
 
 if TYPE_CHECKING:
     from trainer.run.controller import Controller

@@ -49,7 +49,7 @@ from workers.pools import Pool
 from workers.process import find_modules_in
 from workers.rollout.group import RolloutGroup
 from workers.rollout.settings import serves_other_weights
-from workers.rollout.supervision import StartFailed, started
+from workers.supervised import StartFailed, started
 
 
 @dataclass

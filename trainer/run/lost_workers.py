@@ -1,6 +1,6 @@
 """What the controller does when a rollout worker is lost: the others get its prompts, and it comes back under verified weights.
 
-When a worker counts as lost, and how another actor takes its place, is in `workers.rollout.supervision`.
+When a worker counts as lost, and how another actor takes its place, is in `workers.supervised`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainer.run.failures import RunFailed
 from workers.faults import Fault
-from workers.rollout.supervision import WorkerLost
+from workers.supervised import WorkerLost
 
 if TYPE_CHECKING:
     from trainer.run.controller import Controller
@@ -29,27 +29,27 @@ async def bring_back(run: Controller, worker: int, loss: WorkerLost) -> bool:
     Raises:
         RunFailed: no worker is left, or the new one does not serve the weights that were sent.
     """
-    place = run.rollouts.workers[worker]
     reissued, given_up = await run.rollouts.reissue(worker)
     rollouts = run.config.algorithm.rollouts_per_prompt
     run.faults.counts["reissued"] += reissued * rollouts
     for slot in given_up:
         reason = f"every worker that had it was lost, most recently because: {loss}"
         run.drop(slot, [Fault(loss.kind, reason)] * rollouts)
-    while place.restarts_left:
+
+    def say(loss: WorkerLost) -> None:
         run.tracker.say(f"{loss} It is started again; {reissued} prompts are sent again.")
         run.faults.counts["worker_restarts"] += 1
         run.waits(f"collect_{worker}", "its worker to start again")
-        try:
-            await place.restart()
-            async with run.policy:
-                await run.sync_weights([worker])
-            return True
-        except WorkerLost as again:
-            loss = again
-    place.gone = True
+
+    async def ready(worker: int) -> None:
+        async with run.policy:
+            await run.sync_weights([worker])
+
+    last = await run.rollouts.bring_back(worker, ready, say)
+    if last is None:
+        return True
     limit = f"rollout.max_restarts={run.config.rollout.max_restarts}"
     if all(other.gone for other in run.rollouts.workers):
-        raise RunFailed(f"No rollout worker is left, each having used up {limit}. {loss}")
-    run.tracker.say(f"{loss} It has used up {limit}; the run continues without it.")
+        raise RunFailed(f"No rollout worker is left, each having used up {limit}. {last}")
+    run.tracker.say(f"{last} It has used up {limit}; the run continues without it.")
     return False

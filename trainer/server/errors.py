@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from rlframe.config import ConfigError
+from workers.rollout.sampler import NoSampler
 
 logger = logging.getLogger("rlframe.server")
 
@@ -34,5 +35,7 @@ def explain(error: BaseException, request_id: str) -> dict[str, Any]:
     plain = cause if isinstance(cause, BaseException) else error
     if isinstance(plain, UserError | ConfigError):
         return {"error": str(plain), "category": "user"}
+    if isinstance(plain, NoSampler):
+        return {"error": str(plain), "category": "server"}
     logger.error("request %s failed", request_id, exc_info=error)
     return {"error": f"The server failed; its log has the reason under request {request_id}.", "category": "server"}

@@ -46,8 +46,8 @@ class Sampling:
             completions = [self._cut(completion, strings) for completion in completions]
         scored: PromptScores | None = scores[0] if scores else None
         if scored is not None and body.prompt_logprobs_last_n is not None:
-            scored.logprobs[: -body.prompt_logprobs_last_n] = np.nan
-            scored.top_logprobs[: -body.prompt_logprobs_last_n] = np.nan
+            scored.logprobs = _last(scored.logprobs, body.prompt_logprobs_last_n)
+            scored.top_logprobs = _last(scored.top_logprobs, body.prompt_logprobs_last_n)
         if scored is not None and not body.prompt_logprobs:
             scored.logprobs = np.zeros(0, np.float32)
         return protobuf.write_samples(completions, body.topk_sample_logprobs, scored, body.topk_prompt_logprobs)
@@ -166,3 +166,10 @@ class Sampling:
                 f"target_prompt_logprobs must be token ids of shape [len(prompt) - 1, K] = [{length - 1}, K], or -1."
             )
         return targets
+
+
+def _last(rows: np.ndarray, count: int) -> np.ndarray:
+    """``rows`` with NaN in all but the last ``count``; arrays that come from samplers cannot be written to."""
+    kept = np.full_like(rows, np.nan)
+    kept[-count:] = rows[-count:]
+    return kept

@@ -23,6 +23,7 @@ from trainer.cluster.folders import check_run_dir
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
 from trainer.cluster.ray_cluster import reserve_pools, start_ray
+from trainer.run.failures import RunFailed
 from trainer.server.app import make_app
 from trainer.server.auth import read_keys
 from trainer.server.data import Limits
@@ -35,6 +36,7 @@ from trainer.settings.config import Config
 from workers.engines.registry import check_serves_adapters
 from workers.learner.session_rank import SessionGroup
 from workers.rollout.sampler import SamplerGroup
+from workers.supervised import StartFailed, WorkerLost
 
 GRACE_S = 5
 """How long clients that wait for an answer may hold up the end."""
@@ -116,7 +118,10 @@ async def _serve(config: Config, run_dir: Path, listener: socket.socket) -> None
         logs = str(run_dir / "logs")
         group = SessionGroup.launch(config, base.path, logs, pools["learner"])
         samplers = SamplerGroup.launch(config, base.path, logs, pools["rollout"])
-        await asyncio.wait_for(asyncio.gather(group.start(), samplers.start()), config.cluster.startup_timeout_s)
+        try:
+            await asyncio.wait_for(asyncio.gather(group.start(), samplers.start()), config.cluster.startup_timeout_s)
+        except (StartFailed, WorkerLost) as error:
+            raise RunFailed(str(error)) from None
         service = await make_service(config, base, keys, run_dir / "state", group, samplers)
         print(f"serving {config.model.name} at http://{config.server.host}:{listener.getsockname()[1]}", flush=True)
         if own_key:

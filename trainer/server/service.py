@@ -23,7 +23,7 @@ from trainer.server.store import EPHEMERAL, EPHEMERAL_KEPT, Checkpoint, ModelInf
 from trainer.server.training import Model, Training, base_names
 from trainer.settings.config import Config
 from workers.engines.adapters import ServedAdapter
-from workers.rollout.sampler import SamplerGroup
+from workers.rollout.sampler import NoSampler, SamplerGroup
 
 logger = logging.getLogger("rlframe.server")
 
@@ -73,8 +73,10 @@ class Service:
             return "stopping"
         try:
             await asyncio.wait_for(self.samplers.health(), 30)
-        except Exception as error:
-            return f"a sampler does not answer: {type(error).__name__}"
+        except NoSampler as error:
+            return str(error)
+        except TimeoutError:
+            return "No sampler answers."
         dead = await self.training.dead_ranks()
         return f"rank {dead[0]} of the learner is gone" if dead else None
 

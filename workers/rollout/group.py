@@ -1,7 +1,7 @@
 """The driver's side of the rollout workers: which prompts go to which. What a worker does is in `workers.rollout.worker`.
 
 All turns of an episode run where its prompt was sent. A prompt whose worker was lost is sent again, to another worker or to
-the same one once it is back; see `workers.rollout.supervision` for what lost means.
+the same one once it is back; see `workers.supervised` for what lost means.
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ import ray
 from rlframe.types import Batch, Prompt
 from workers.engines.protocol import Completion, SamplingParams
 from workers.pools import Pool
-from workers.rollout.supervision import Supervised, WorkerLost
 from workers.rollout.worker import COUNTERS, Collected, Evaluation, RolloutProcess
 from workers.settings import Config
+from workers.supervised import MAX_LOSSES, Supervised, SupervisedGroup, WorkerLost, kill
 
 COLLECT_TIMEOUT_S = 1.0
 CALLS = 8
 """Remote calls that a worker answers at once, beside the prompts that it runs."""
-MAX_LOSSES = 3
-"""Workers that a prompt may see lost while they have it; then it is taken for the cause, and dropped."""
 
 
-class RolloutGroup:
-    """All rollout workers; a prompt goes to the one with the fewest in flight.
+class RolloutGroup(SupervisedGroup):
+    """All rollout workers; a prompt goes to the one with the fewest in flight, whose `Supervised.in_flight` has it by slot.
 
     Args:
         config: the whole job.
         spawn: makes the actor of a worker, given its number.
         log_dir: folder of the workers' logs.
+        kill: ends an actor at once.
     """
 
-    def __init__(self, config: Config, spawn: Callable[[int], Any], log_dir: str | None = None) -> None:
-        self.config, self.log_dir = config, log_dir
-        self.workers = [Supervised(i, spawn, config) for i in range(config.rollout.workers)]
+    def __init__(
+        self, config: Config, spawn: Callable[[int], Any], log_dir: str | None = None, kill: Callable[[Any], None] = kill
+    ) -> None:
+        super().__init__("Rollout worker", config, spawn, lambda i: _log(log_dir or "logs", i), kill)
         self._queue: dict[int, Prompt] = {}
         self._losses: Counter[int] = Counter()
         self._terms: tuple[Any, ...] = ()
-        self._admission = asyncio.Event()
 
     @classmethod
     def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> RolloutGroup:
@@ -66,10 +65,6 @@ class RolloutGroup:
 
         return cls(config, spawn, log_dir)
 
-    async def start(self) -> None:
-        """Start all engines; raises as `Supervised.start` does."""
-        await asyncio.gather(*(worker.start(_log(self.log_dir or "logs", worker.index)) for worker in self.workers))
-
     async def revive(self) -> None:
         """Start lost workers again; for a group whose workers have nothing in flight that could be lost.
 
@@ -81,10 +76,6 @@ class RolloutGroup:
                 if not worker.restarts_left:
                     raise worker.loss
                 await worker.restart()
-
-    def up(self) -> list[int]:
-        """Workers that serve the current weights and take prompts."""
-        return [worker.index for worker in self.workers if worker.admitted]
 
     def progress(self) -> tuple[Any, ...]:
         """A value that changes when an episode ends, when a worker is lost or back, and while one starts."""
@@ -110,13 +101,13 @@ class RolloutGroup:
         await self._send()
 
     async def _send(self) -> None:
-        up = [worker for worker in self.workers if worker.admitted]
-        if not up:
+        if not self.up():
             return
         queue, self._queue = self._queue, {}
         shares: dict[int, dict[int, Prompt]] = {}
         for slot, prompt in queue.items():
-            worker = min(up, key=lambda w: len(w.in_flight))
+            worker = self.least_loaded()
+            assert worker is not None
             worker.in_flight[slot] = prompt
             shares.setdefault(worker.index, {})[slot] = prompt
         await asyncio.gather(*(self._submit(self.workers[i], self.workers[i].restarts, share) for i, share in shares.items()))
@@ -175,13 +166,11 @@ class RolloutGroup:
 
     async def probe(self, tokens: np.ndarray, k: int, workers: Iterable[int]) -> dict[int, Completion]:
         """The log-probabilities of a fixed prompt on each of ``workers``, without those that are lost."""
-        return await self._each("probe", tokens, k, workers=workers)
+        return await self.each("probe", tokens, k, workers=workers)
 
     async def admit(self, workers: Iterable[int]) -> None:
         """Let prompts go to ``workers``, which were found to serve the current weights."""
-        for i in workers:
-            self.workers[i].admitted = self.workers[i].loss is None
-        self._admission.set()
+        await super().admit(workers)
         await self._send()
 
     async def evaluate(self, prompts: list[Prompt], sampling: SamplingParams, wait: bool = True) -> Evaluation:
@@ -205,8 +194,7 @@ class RolloutGroup:
             while not (up := self.up()):
                 if not wait:
                     raise WorkerLost("No worker is up to answer held-out problems.")
-                self._admission.clear()
-                await self._admission.wait()
+                await self.change()
             worker = self.workers[first if first in up else up[first % len(up)]]
             with contextlib.suppress(WorkerLost):
                 return await self._answers(worker, share, sampling)
@@ -225,22 +213,8 @@ class RolloutGroup:
 
     async def stats(self) -> list[dict[str, float]]:
         """Counters of every worker: ``tokens`` generated, ``busy_s``; zeros of those that are lost."""
-        stats = await self._each("stats", workers=self.up())
+        stats = await self.each("stats", workers=self.up())
         return [stats.get(worker.index, dict.fromkeys(COUNTERS, 0.0)) for worker in self.workers]
-
-    async def _each(self, method: str, *args: Any, workers: Iterable[int]) -> dict[int, Any]:
-        """The answers of those of ``workers`` that are not lost, before or by this call."""
-
-        async def ask(i: int) -> list[tuple[int, Any]]:
-            with contextlib.suppress(WorkerLost):
-                return [(i, await self.workers[i].call(method, *args))]
-            return []
-
-        return dict(pair for pairs in await asyncio.gather(*map(ask, workers)) for pair in pairs)
-
-    async def close(self) -> None:
-        """Shut the engines down."""
-        await asyncio.gather(*(worker.close() for worker in self.workers))
 
 
 def _log(log_dir: str, worker: int) -> str:

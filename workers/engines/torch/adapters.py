@@ -62,7 +62,7 @@ class TorchAdapterEngine(TorchEngine):
             top_logprobs=_below_nothing(top.values),
         )
         if request.targets is not None:
-            wanted = torch.from_numpy(request.targets).to(self._device)
+            wanted = torch.tensor(request.targets, device=self._device)
             scores.target_logprobs = torch.where(wanted < 0, 0.0, logprobs.gather(1, wanted.clamp(min=0))).cpu().numpy()
         if request.draws:
             drawn, theirs = _draw(logits[:-1], request)
