@@ -50,8 +50,8 @@ class _Adopted:
             found = self.loss(variable, *rest)
             if isinstance(found, Tensor):
                 return TokenTerms(found.detach(), _derivative(found, variable))
-        parts: Any = (part if part is None else part.detach() for part in found)
-        return TokenTerms(*parts)
+        weight, clipped = (part if part is None else part.detach() for part in (found.weight, found.clipped))
+        return TokenTerms(found.loss.detach(), found.slope.detach(), weight, clipped)
 
 
 LOG_Q = (-1.2, -0.7, -2.0, -0.4, -1.6, -0.9)
