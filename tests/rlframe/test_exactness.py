@@ -57,6 +57,19 @@ TRAPS = {
         (30, 12, 5),
         False,
     ),
+    "frequencies of some layers grow and stay": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "layer_types": ["sliding_attention", "full_attention"],
+            "max_position_embeddings": 8,
+        },
+        (30, 12, 5),
+        False,
+    ),
     "a window of 2 only in the mask": (
         "qwen2_moe",
         {**EXPERTS, "shared_expert_intermediate_size": 8, **window(2)},
@@ -199,6 +212,34 @@ def test_the_scale_of_logits_is_the_models_and_not_the_small_copys(name: str, op
     assert examine(AutoConfig.for_model(name, **options), "sdpa").final.scale == pytest.approx(scale, rel=1e-12)
 
 
-def test_an_attention_implementation_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"attn_implementation=spda is not known; choose sdpa, eager"):
-        examine(AutoConfig.for_model("llama"), "spda")
+@pytest.mark.parametrize("name", ["spda", "flash", "flash_attention", "flash_attention_7", "not_flash_attention_2"])
+def test_an_attention_implementation_that_there_is_not_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"attn_implementation={name} is not known; choose sdpa, eager"):
+        examine(AutoConfig.for_model("llama"), name)
+
+
+FLASH = ("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2", "kernels-community/vllm-flash-attn3")
+
+
+def test_a_kernel_that_does_not_run_here_is_taken_where_the_same_layout_was_compared() -> None:
+    config = AutoConfig.for_model("llama")
+    for kernel in FLASH:
+        verdict = examine(config, kernel)
+        assert (verdict.kernel, verdict.checked, verdict.packs) == (kernel, "rlframe_segments", True)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
+def test_a_kernel_that_does_not_run_here_is_refused_where_only_eager_is_exact(kernel: str) -> None:
+    config = AutoConfig.for_model("gemma2", attn_logit_softcapping=50.0)
+    assert examine(config, "sdpa").kernel == "eager"
+    with pytest.raises(
+        ConfigError, match=rf"={kernel} cannot be compared .* only eager .*; set model.attn_implementation=eager"
+    ):
+        examine(config, kernel)
+
+
+def test_a_mask_that_keeps_trajectories_apart_says_nothing_of_flash_kernels() -> None:
+    config = AutoConfig.for_model("glm_moe_dsa")  # its selection of tokens needs the mask, which flash kernels do not get
+    verdict = examine(config, "sdpa")
+    assert verdict.kernel != "rlframe_segments" and verdict.packs
+    assert not examine(config, "flash_attention_2").packs
