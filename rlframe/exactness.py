@@ -112,8 +112,8 @@ def _examine(keyed: Keyed, attn_implementation: str, trust_remote_code: bool) ->
         return replace(found, final=final)
     if found.kernel == "eager":
         raise ConfigError(
-            f"model.attn_implementation={attn_implementation} cannot be compared with transformers on a CPU, and of the kernels "
-            f"that can, only eager computes {name} exactly; set model.attn_implementation=eager."
+            f"model.attn_implementation={attn_implementation} cannot be compared with transformers on a CPU, and of the "
+            f"kernels that can, only eager computes {name} exactly; set model.attn_implementation=eager."
         )
     # Flash kernels get one row and no mask, as ours does: what keeps trajectories apart under a mask says nothing of them.
     packs = found.packs and (found.kernel == attention.NAME or attn_implementation == "flex_attention")

@@ -7,11 +7,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlframe import exactness
 from rlframe.config import ConfigError
 from rlframe.exactness import examine
+from rlframe.hf_checkpoint import to_module_names
+from rlframe.model_setup import materialise
 from rlframe.small_copy import small_copies
 from tests.support.session_cases import load, make_batch, spec
 from tests.support.tiny_models import DEEPSEEK_V3, EXPERTS, GATED_DELTA, FinalLogits, write
@@ -157,6 +159,35 @@ def test_a_buffer_that_nothing_fills_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.initialize_weights", lambda self: None)
     with pytest.raises(ConfigError, match=r"has a buffer model\.rotary_emb\.inv_freq that no checkpoint holds"):
         load(str(tmp_path), None)
+
+
+class Unfilled(PreTrainedModel):
+    """A model whose buffers nothing fills."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        super().__init__(config)
+        self.register_buffer("forgotten", torch.ones(2, 3).to(dtype), persistent=False)
+        self.register_buffer("stored", torch.ones(2, 3).to(dtype))
+        self.post_init()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.complex64])
+def test_a_buffer_of_any_type_that_nothing_fills_is_found(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = Unfilled(PreTrainedConfig(), dtype)
+    with pytest.raises(ConfigError, match="has a buffer forgotten that no checkpoint holds"):
+        materialise(model, torch.device("cpu"))
+
+
+def test_a_tensor_whose_name_a_rule_for_another_hits_is_read() -> None:
+    """DeepSeek-V4's rule for the norms of its compressors hits the last norm, too, where a folder has the modules' names."""
+    small = next(small_copies(AutoConfig.for_model("deepseek_v4")))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    keys = ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
+    assert to_module_names(model, {key: torch.ones(1) for key in keys}).keys() == set(keys)
 
 
 def test_a_model_that_differs_alone_is_refused_with_the_number(monkeypatch) -> None:
