@@ -111,21 +111,19 @@ def test_a_server_ends_samples_where_a_run_does(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(resolve_model(ModelConfig(name="tiny", builder="tiny", build={"warmup_steps": 0})), folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
-    base = Base.read(
-        compose(
-            [f"model.path={folder}", "rollout=torch", "task=jsonl", "task.train=x.jsonl", "task.reward=x:y", "task.stop=[9]"]
-        )
-    )
+    task = ["task=jsonl", "task.train=x.jsonl", "task.reward=x:y", "task.stop=[9]"]
+    base = Base.read(compose([f"model.path={folder}", "rollout=torch", "rollout.max_model_len=256", *task]))
     assert base.eos == (base.tokenizer.eos_token_id, 7, 8, 9)
 
 
 @pytest.mark.parametrize("command", ["train", "train --dry-run", "serve"])
-def test_a_model_that_ranks_cannot_share(refused, command, tmp_path):
+def test_a_model_that_ranks_cannot_share(refused, command, tmp_path, capsys):
     folder = tmp_path / "model"
     shutil.copytree(resolve_model(ModelConfig(name="tiny", builder="tiny", build={"warmup_steps": 0})), folder)
     for weights in folder.glob("*.safetensors"):
         weights.unlink()
-    write("ctrl", str(folder), dff=40, n_layer=2, n_head=4, n_embd=32, n_positions=128)
+    write("ctrl", str(folder), dff=40, n_layer=2, n_head=4, n_embd=32, n_positions=1024)
+    capsys.readouterr()  # the progress of writing it
     line = refused(command, f"model.path={folder}", "model.name=ctrl", "model.builder=null", "rollout=torch")
     assert "CTRLLMHeadModel does not say which of its modules are blocks" in line
 

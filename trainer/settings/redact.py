@@ -105,7 +105,7 @@ def _holds(name: str, value: Any) -> bool:
 
 
 def _without_value(found: re.Match[str]) -> str:
-    """A pair, hidden if it is a secret; its value may have pairs of its own, as that of ``url=http://host/?api_key=...`` has."""
+    """A pair, hidden if it is a secret; its value may have pairs of its own, as in ``url=http://host/?api_key=...``."""
     value = HIDDEN if _is_secret_pair(found) else _PAIR.sub(_without_value, found[3])
     return f"{found[1]}{found[2]}{value}"
 
