@@ -28,7 +28,7 @@ from rlframe.forward import Body, PackedForward
 from rlframe.hf_checkpoint import conversions, load_weights, read_tensors, to_checkpoint_names
 from rlframe.lora import Adapters, bare
 from rlframe.losses.base import LMHead
-from rlframe.model_setup import empty_model, materialise, named_blocks, read_config, recompute_activations, shard
+from rlframe.model_setup import blocks, empty_model, materialise, named_blocks, read_config, recompute_activations, shard
 from rlframe.optim import local
 from rlframe.precision import full_precision
 from rlframe.ranks import Ranks
@@ -53,6 +53,8 @@ class Backbone:
         self.trainable = False
         self.packs = verdict.packs
         """Whether one pass can take several trajectories; otherwise each goes alone."""
+        self.notes: list[str] = []
+        """What the user should know of how the model is run; of an `outline`."""
         self._body = body
         self._forward = PackedForward(body, device)
         self._table = conversions(model)
@@ -120,12 +122,20 @@ class Backbone:
         """A backbone without memory, to see whether sessions fit: they can be created, not run. Arguments as in `load`.
 
         Raises:
-            ConfigError: a quantised model, none, or one that is not computed exactly (`rlframe.exactness`).
+            ConfigError: a quantised model, none, one that is not computed exactly (`rlframe.exactness`), or one that ranks
+                cannot share because its blocks are not known.
         """
         verdict = examine(read_config(Path(path), trust_remote_code), attn_implementation, trust_remote_code)
-        model = empty_model(Path(path), torch.float32, verdict.kernel, trust_remote_code)
+        # The parameters are the same under any kernel, and a flash kernel need not be installed on this machine.
+        model = empty_model(Path(path), torch.float32, verdict.checked, trust_remote_code)
+        blocks(model)
         backbone = cls(Body(model, verdict.final), verdict, path=Path(path), ranks=Ranks.of(None), device=torch.device("meta"))
         backbone.trainable = trainable
+        if verdict.checked != verdict.kernel:
+            backbone.notes.append(
+                f"model.attn_implementation={verdict.kernel} does not run on a CPU, so it was not compared with transformers' "
+                f"eager attention; {verdict.checked} was, and is exact."
+            )
         return backbone
 
     def create_session(self, name: str, spec: SessionSpec) -> Session:

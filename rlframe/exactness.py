@@ -39,6 +39,8 @@ LENGTHS = (13, 5, 29, 17)
 before a shorter one, so that what a pass leaves behind shows."""
 KERNELS = ("sdpa", "eager", "flex_attention")
 """Attention implementations of transformers, beside the flash kernels."""
+_FLASH = re.compile(r"flash_attention_[234]|[\w.-]+/[\w.@:/-]*flash[\w.@:/-]*")
+"""Flash kernels: installed ones, and names of kernels on the hub."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Verdict:
 
     kernel: str
     """Attention implementation of transformers, or ours."""
+    checked: str
+    """The one that was compared: ``kernel``, or another one where ``kernel`` does not run on CPUs."""
     packs: bool
     """Whether one pass can take several trajectories; otherwise each goes alone."""
     final: FinalLogits
@@ -63,15 +67,17 @@ def examine(config: PreTrainedConfig, attn_implementation: str, trust_remote_cod
     Args:
         config: of the model to load; only a small copy of it is built, on the CPU.
         attn_implementation: what the user asked for. ``sdpa`` may be replaced by our kernel or by ``eager``; one that does not
-            run on CPUs (flash kernels) is taken at its word where ``sdpa`` is exact.
+            run on CPUs (flash kernels, ``flex_attention``) is not compared: it is taken where ours or ``sdpa`` is exact.
         trust_remote_code: build models from code that a folder ships.
 
     Raises:
-        ConfigError: no copy can be built, or our forward differs from transformers' by more than `ALONE`; says the number.
+        ConfigError: no copy can be built, our forward differs from transformers' by more than `ALONE` (says the number), or a
+            kernel that cannot be compared is asked for where only ``eager`` is exact.
     """
-    if attn_implementation not in KERNELS and "flash" not in attn_implementation:
+    if attn_implementation not in KERNELS and not _FLASH.fullmatch(attn_implementation):
         raise ConfigError(
-            f"model.attn_implementation={attn_implementation} is not known; choose {', '.join(KERNELS)} or a flash kernel."
+            f"model.attn_implementation={attn_implementation} is not known; choose {', '.join(KERNELS)} or a flash kernel "
+            "(flash_attention_2, flash_attention_3, or its name on the hub)."
         )
     return _examine(Keyed.of(config), attn_implementation, trust_remote_code)
 
@@ -80,13 +86,17 @@ def examine(config: PreTrainedConfig, attn_implementation: str, trust_remote_cod
 def _examine(keyed: Keyed, attn_implementation: str, trust_remote_code: bool) -> Verdict:
     config = keyed.config
     name = config.architectures[0] if config.architectures else type(config).__name__
+    compared = attn_implementation in ("sdpa", "eager")
     with _quiet():
         small, reference = _reference(config, name, trust_remote_code)
         _check_causal(reference, name)
         final, small_final = _final_logits(config, small, reference, name)
+        cases = _cases(small, reference)
         found = None
         for kernel in _kernels(small.get_text_config(), attn_implementation):
-            verdict = _compare(small, reference, kernel, small_final, trust_remote_code)
+            if found is not None and kernel == "eager" and not compared:
+                break
+            verdict = _compare(small, cases, kernel, small_final, trust_remote_code)
             if verdict.alone <= ALONE and (found is None or verdict.packs):
                 found = verdict
             if found is not None and found.packs:
@@ -98,9 +108,16 @@ def _examine(keyed: Keyed, attn_implementation: str, trust_remote_code: bool) ->
             f"{worst.alone:.2g} nats (allowed: {ALONE:g}), so it cannot be trained; choose another model, or another "
             "model.attn_implementation."
         )
-    if "flash" in attn_implementation or attn_implementation == "flex_attention":
-        return replace(found, kernel=attn_implementation, final=final)
-    return replace(found, final=final)
+    if compared:
+        return replace(found, final=final)
+    if found.kernel == "eager":
+        raise ConfigError(
+            f"model.attn_implementation={attn_implementation} cannot be compared with transformers on a CPU, and of the "
+            f"kernels that can, only eager computes {name} exactly; set model.attn_implementation=eager."
+        )
+    # Flash kernels get one row and no mask, as ours does: what keeps trajectories apart under a mask says nothing of them.
+    packs = found.packs and (found.kernel == attention.NAME or attn_implementation == "flex_attention")
+    return replace(found, kernel=attn_implementation, packs=packs, final=final)
 
 
 def _kernels(config: PreTrainedConfig, asked: str) -> list[str]:
@@ -185,10 +202,29 @@ def _trajectories(vocabulary: int) -> list[np.ndarray]:
     return [generator.integers(1, vocabulary, length) for length in LENGTHS]
 
 
+@dataclass(frozen=True)
+class _Case:
+    """Weights of the copy, and what transformers computes with them."""
+
+    weights: dict[str, Tensor]
+    expected: list[Tensor]
+    """[T, V] for each of `_trajectories`, log-probabilities."""
+
+
 @torch.no_grad()
-def _compare(
-    config: PreTrainedConfig, reference: PreTrainedModel, kernel: str, final: FinalLogits, trust_remote_code: bool
-) -> Verdict:
+def _cases(config: PreTrainedConfig, reference: PreTrainedModel) -> list[_Case]:
+    """One of each of `SCALES`."""
+    cases = []
+    for scale in SCALES:
+        _randomise(reference, scale)
+        weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+        trajectories = _trajectories(config.get_text_config().vocab_size)
+        cases.append(_Case(weights, [_logits(reference, tokens).log_softmax(-1) for tokens in trajectories]))
+    return cases
+
+
+@torch.no_grad()
+def _compare(config: PreTrainedConfig, cases: list[_Case], kernel: str, final: FinalLogits, trust_remote_code: bool) -> Verdict:
     """Differences of our forward under ``kernel``; infinite where it cannot run."""
     trajectories = _trajectories(config.get_text_config().vocab_size)
     alone = packed = 0.0
@@ -197,18 +233,16 @@ def _compare(
         if kernel == attention.NAME:
             model.set_attn_implementation(kernel)
         forward = PackedForward(Body(model, final), torch.device("cpu"))
-        for scale in SCALES:
-            _randomise(reference, scale)
-            model.load_state_dict(reference.state_dict())
-            for tokens in trajectories:
-                expected = _logits(reference, tokens).log_softmax(-1)
+        for case in cases:
+            model.load_state_dict(case.weights)
+            for tokens, expected in zip(trajectories, case.expected, strict=True):
                 alone = _worse(alone, _logprobs(forward, [tokens]), expected)
     except Exception:  # a kernel that this architecture cannot use; each says so in its own way
-        return Verdict(kernel, False, final, math.inf, math.inf)
+        return Verdict(kernel, kernel, False, final, math.inf, math.inf)
     for scale in SCALES:
         _randomise(model, scale)
         packed = max(packed, _mixing(forward, trajectories))
-    return Verdict(kernel, packed <= PACKED, final, alone, packed)
+    return Verdict(kernel, kernel, packed <= PACKED, final, alone, packed)
 
 
 _TOGETHER = ((0, 1, 2, 3), (1, 1), (3, 0))

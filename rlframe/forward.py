@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlframe import attention
+from rlframe.context_length import longest_context
 from rlframe.losses.base import LMHead
 from rlframe.packing import lay_out
 
@@ -63,7 +64,13 @@ class PackedForward:
         # Kernels that know several sequences in a row get a single one; ours is told where they begin.
         self._told = kernel == attention.NAME
         self._one_row = self._told or "flash" in kernel
-        self._dynamic: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == "dynamic"]
+        self._context = longest_context(model.config.get_text_config())
+        self._dynamic: list[tuple[Any, str]] = []
+        """Rotary embeddings whose frequencies grow with the row, and what precedes the names of their buffers."""
+        for module in model.modules():
+            kinds = getattr(module, "rope_type", None)
+            kinds = {f"{layers}_": kind for layers, kind in kinds.items()} if isinstance(kinds, dict) else {"": kinds}
+            self._dynamic += [(module, prefix) for prefix, kind in kinds.items() if "dynamic" in str(kind)]
 
     def __call__(self, tokens: np.ndarray, lengths: np.ndarray, consume: Callable[[Tensor, LMHead], Any]) -> Any:
         """Run trajectories of ``lengths`` [B] whose ``tokens`` [N] are concatenated.
@@ -76,14 +83,15 @@ class PackedForward:
         Returns:
             What ``consume`` returned.
         """
-        for module in self._dynamic:  # frequencies that grew with a long row would stay for the next, shorter one
-            module.inv_freq, module.max_seq_len_cached = module.original_inv_freq.clone(), module.original_max_seq_len
+        for module, prefix in self._dynamic:  # frequencies that grew with a long row would stay for the next, shorter one
+            setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").clone())
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
         if self._one_row:
             starts = np.cumsum(lengths) - lengths
             source = np.arange(len(tokens))[None]
             positions, cells = source - starts.repeat(lengths), None
         else:
-            layout = lay_out(lengths)
+            layout = lay_out(lengths, context=self._context)
             source, positions, cells = layout.source, layout.positions, torch.from_numpy(layout.cells).to(self.device)
         with attention.within(attention.Segments(lengths, self.device)) if self._told else nullcontext():
             return self.body(

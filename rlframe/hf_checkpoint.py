@@ -128,6 +128,8 @@ def _sources(model: PreTrainedModel, keys: list[str], targets: dict[str, Tensor]
     sources: dict[str, _Source] = {}
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
+        if name not in targets:  # a rule for one tensor may hit the name of another, which needed none
+            name, pattern = key, None
         if name not in targets:
             continue
         source = sources.setdefault(name, _Source())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +121,7 @@ def materialise(model: PreTrainedModel, device: torch.device) -> None:
                 made[id(parameter)]._is_hf_initialized = True  # type: ignore[attr-defined]
             module.register_parameter(name, made[id(parameter)])
         for name, buffer in dict(module.named_buffers(recurse=False)).items():
-            module._buffers[name] = torch.full_like(buffer, _mark(buffer.dtype), device=device)
+            module._buffers[name] = _marked(buffer, device)
     with torch.random.fork_rng(devices=[]):
         model.initialize_weights()
     for name, buffer in model.named_non_persistent_buffers():
@@ -130,17 +129,24 @@ def materialise(model: PreTrainedModel, device: torch.device) -> None:
             raise ConfigError(f"{type(model).__name__} has a buffer {name} that no checkpoint holds and nothing computes.")
 
 
-def _mark(dtype: torch.dtype) -> Any:
-    """What a buffer holds that was not filled."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return False if dtype == torch.bool else torch.iinfo(dtype).max
+def _marked(buffer: Tensor, device: torch.device) -> Tensor:
+    """A buffer like ``buffer`` that shows where it is not filled: with NaN, the largest integer, a byte that no bool has."""
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        return torch.full_like(buffer, float("nan"), device=device)
+    if buffer.dtype == torch.bool:
+        return torch.full_like(buffer, _NO_BOOL, dtype=torch.uint8, device=device).view(torch.bool)
+    return torch.full_like(buffer, torch.iinfo(buffer.dtype).max, device=device)
+
+
+_NO_BOOL = 255
 
 
 def _is_marked(buffer: Tensor) -> bool:
     if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
         return bool(buffer.isnan().any())
-    return buffer.dtype != torch.bool and bool((buffer == torch.iinfo(buffer.dtype).max).any())
+    if buffer.dtype == torch.bool:
+        return bool((buffer.view(torch.uint8) == _NO_BOOL).any())
+    return bool((buffer == torch.iinfo(buffer.dtype).max).any())
 
 
 def _allocate(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -27,16 +27,17 @@ class Layout:
     """int64[N], flat cell of each token."""
 
 
-def lay_out(lengths: np.ndarray, width: int | None = None) -> Layout:
+def lay_out(lengths: np.ndarray, width: int | None = None, context: int | None = None) -> Layout:
     """Fit trajectories of ``lengths`` [B] into rows: the longest first, each into the first row with room.
 
     Args:
         lengths: tokens of each trajectory, in batch order; their sum is N.
         width: cells of a row; at least the longest trajectory. None: the longest, or `MIN_WIDTH` if that is more; never
             more than N.
+        context: positions that the model has, which padding must not exceed either; None: any number.
     """
     total = int(lengths.sum())
-    width = width or min(max(int(lengths.max()), MIN_WIDTH), total)
+    width = width or min(max(int(lengths.max()), min(MIN_WIDTH, context or MIN_WIDTH)), total)
     filled: list[int] = []
     places = np.zeros((len(lengths), 2), np.int64)
     for b in np.argsort(-lengths, kind="stable").tolist():

@@ -67,8 +67,11 @@ _KEY_VALUE_HEADS = "num_key_value_heads num_kv_heads swa_num_key_value_heads"
 _LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers"
 _WINDOWS = (
     "sliding_window attention_window_size attention_chunk_size window_size sliding_window_size local_attention "
-    "chunk_size mamba_chunk_size block_size floor_scale index_topk keep_window_size"
+    "chunk_size mamba_chunk_size block_size floor_scale index_topk indexer_budget keep_window_size"
 )
+_BLOCKS = "index_block_size index_kpool indexer_compress_ratio"
+"""Tokens that a sparse attention selects together, or compresses into one."""
+_SELECTED, _BLOCK = "index_topk_blocks", 3
 _LAYER_NUMBERS = "moe_layers full_attn_idxs hybrid_layer_ids cross_attention_layers"
 _CONTEXTS = "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length"
 _PERIODS = ("_interval", "_period", "_pattern", "_frequency", "_freq", "sparse_step", "layer_step", "_offset")
@@ -249,6 +252,11 @@ def _ropes(fields: Fields) -> Iterator[Fields]:
 
 def _shrink_lengths(fields: Fields) -> None:
     _put(fields, _WINDOWS, WINDOW)
+    # A sparse attention selects fewer tokens than a row has; one that would take them all is not what runs on long rows.
+    _put(fields, _BLOCKS, _BLOCK)
+    _put(fields, _SELECTED, WINDOW // _BLOCK)
+    if isinstance(rates := fields.get("compress_rates"), dict):
+        _put(rates, " ".join(rates), _BLOCK)
     _put(fields, _CONTEXTS, CONTEXT)
     for rope in _ropes(fields):
         kind = rope.get("rope_type", "default")

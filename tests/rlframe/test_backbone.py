@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlframe import attention
 from rlframe.attention import Segments
+from rlframe.backbone import Backbone
 from rlframe.config import ConfigError
 from rlframe.forward import Body, PackedForward
 from rlframe.forward import FinalLogits as Final
@@ -53,8 +54,32 @@ def test_a_head_that_losses_would_get_wrong_is_refused(tmp_path) -> None:
 def test_an_attention_implementation_that_a_model_lacks_is_refused(tmp_path) -> None:
     write("gpt_oss", str(tmp_path))
     assert load(str(tmp_path), None).model.config._attn_implementation == "eager"  # where sdpa is asked for, and lacking
-    with pytest.raises(ConfigError, match="try eager"):
+    with pytest.raises(ConfigError, match="only eager computes"):
         load(str(tmp_path), None, attn_implementation="flash_attention_2")
+
+
+def test_a_driver_without_flash_kernels_can_look_at_a_model_that_uses_them(tmp_path) -> None:
+    write("llama", str(tmp_path))
+    outline = Backbone.outline(str(tmp_path), trainable=False, attn_implementation="flash_attention_2")
+    assert outline.create_session("a", spec()).trainables
+    (note,) = outline.notes
+    assert "flash_attention_2 does not run on a CPU" in note and "rlframe_segments was" in note
+    assert not Backbone.outline(str(tmp_path), trainable=False).notes
+
+
+def test_a_model_that_ranks_cannot_share_is_refused_before_there_are_ranks(tmp_path) -> None:
+    write("ctrl", str(tmp_path), dff=40, n_layer=2, n_head=4, n_embd=32, n_positions=64)
+    with pytest.raises(ConfigError, match="CTRLLMHeadModel does not say which of its modules are blocks"):
+        Backbone.outline(str(tmp_path), trainable=False)
+
+
+@pytest.mark.parametrize(("name", "options"), [("gpt2", {}), ("opt", {"ffn_dim": 40, "word_embed_proj_dim": 32})])
+def test_padding_takes_no_positions_that_a_model_does_not_have(name: str, options: dict, tmp_path) -> None:
+    write(name, str(tmp_path), max_position_embeddings=100, **options)
+    backbone = load(str(tmp_path), None, attn_implementation="eager")
+    lengths = [20] * 7  # a row of 128 would hold six, and the next one 108 tokens of padding
+    hidden = backbone.run(make_batch(lengths), lambda hidden, head: hidden)
+    assert hidden.shape == (140, 32) and bool(hidden.isfinite().all())
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:

@@ -7,11 +7,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlframe import exactness
 from rlframe.config import ConfigError
 from rlframe.exactness import examine
+from rlframe.hf_checkpoint import to_module_names
+from rlframe.model_setup import materialise
 from rlframe.small_copy import small_copies
 from tests.support.session_cases import load, make_batch, spec
 from tests.support.tiny_models import DEEPSEEK_V3, EXPERTS, GATED_DELTA, FinalLogits, write
@@ -54,6 +56,19 @@ TRAPS = {
     "frequencies grow and stay": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, "max_position_embeddings": 8},
+        (30, 12, 5),
+        False,
+    ),
+    "frequencies of some layers grow and stay": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "layer_types": ["sliding_attention", "full_attention"],
+            "max_position_embeddings": 8,
+        },
         (30, 12, 5),
         False,
     ),
@@ -146,6 +161,35 @@ def test_a_buffer_that_nothing_fills_is_refused(tmp_path, monkeypatch) -> None:
         load(str(tmp_path), None)
 
 
+class Unfilled(PreTrainedModel):
+    """A model whose buffers nothing fills."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        super().__init__(config)
+        self.register_buffer("forgotten", torch.ones(2, 3).to(dtype), persistent=False)
+        self.register_buffer("stored", torch.ones(2, 3).to(dtype))
+        self.post_init()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.complex64])
+def test_a_buffer_of_any_type_that_nothing_fills_is_found(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        model = Unfilled(PreTrainedConfig(), dtype)
+    with pytest.raises(ConfigError, match="has a buffer forgotten that no checkpoint holds"):
+        materialise(model, torch.device("cpu"))
+
+
+def test_a_tensor_whose_name_a_rule_for_another_hits_is_read() -> None:
+    """DeepSeek-V4's rule for the norms of its compressors hits the last norm, too, where a folder has the modules' names."""
+    small = next(small_copies(AutoConfig.for_model("deepseek_v4")))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    keys = ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
+    assert to_module_names(model, {key: torch.ones(1) for key in keys}).keys() == set(keys)
+
+
 def test_a_model_that_differs_alone_is_refused_with_the_number(monkeypatch) -> None:
     mine = exactness._logprobs
     monkeypatch.setattr(exactness, "_logprobs", lambda forward, trajectories: mine(forward, trajectories) * (1 + 1e-3))
@@ -199,6 +243,34 @@ def test_the_scale_of_logits_is_the_models_and_not_the_small_copys(name: str, op
     assert examine(AutoConfig.for_model(name, **options), "sdpa").final.scale == pytest.approx(scale, rel=1e-12)
 
 
-def test_an_attention_implementation_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"attn_implementation=spda is not known; choose sdpa, eager"):
-        examine(AutoConfig.for_model("llama"), "spda")
+@pytest.mark.parametrize("name", ["spda", "flash", "flash_attention", "flash_attention_7", "not_flash_attention_2"])
+def test_an_attention_implementation_that_there_is_not_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"attn_implementation={name} is not known; choose sdpa, eager"):
+        examine(AutoConfig.for_model("llama"), name)
+
+
+FLASH = ("flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2", "kernels-community/vllm-flash-attn3")
+
+
+def test_a_kernel_that_does_not_run_here_is_taken_where_the_same_layout_was_compared() -> None:
+    config = AutoConfig.for_model("llama")
+    for kernel in FLASH:
+        verdict = examine(config, kernel)
+        assert (verdict.kernel, verdict.checked, verdict.packs) == (kernel, "rlframe_segments", True)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
+def test_a_kernel_that_does_not_run_here_is_refused_where_only_eager_is_exact(kernel: str) -> None:
+    config = AutoConfig.for_model("gemma2", attn_logit_softcapping=50.0)
+    assert examine(config, "sdpa").kernel == "eager"
+    with pytest.raises(
+        ConfigError, match=rf"={kernel} cannot be compared .* only eager .*; set model.attn_implementation=eager"
+    ):
+        examine(config, kernel)
+
+
+def test_a_mask_that_keeps_trajectories_apart_says_nothing_of_flash_kernels() -> None:
+    config = AutoConfig.for_model("glm_moe_dsa")  # its selection of tokens needs the mask, which flash kernels do not get
+    verdict = examine(config, "sdpa")
+    assert verdict.kernel != "rlframe_segments" and verdict.packs
+    assert not examine(config, "flash_attention_2").packs

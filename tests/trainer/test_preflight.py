@@ -11,6 +11,7 @@ import pytest
 
 from rlframe.config import ModelConfig
 from rlframe.models import resolve_model
+from tests.support.tiny_models import write
 from trainer.cli import main
 from trainer.settings.compose import compose, to_yaml
 from trainer.settings.config import Config
@@ -102,6 +103,30 @@ def test_a_scaled_context_is_served_as_far_as_it_reaches(tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
     config = compose([f"model.path={tmp_path / 'model'}", "rollout=torch", "rollout.max_model_len=1024"])
     assert Base.read(config).context == 1024
+
+
+def test_a_server_ends_samples_where_a_run_does(tmp_path):
+    """Ends that only the folder's generation settings name, and those of ``task.stop``."""
+    from trainer.server.serve import Base
+
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model(ModelConfig(name="tiny", builder="tiny", build={"warmup_steps": 0})), folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    task = ["task=jsonl", "task.train=x.jsonl", "task.reward=x:y", "task.stop=[9]"]
+    base = Base.read(compose([f"model.path={folder}", "rollout=torch", "rollout.max_model_len=256", *task]))
+    assert base.eos == (base.tokenizer.eos_token_id, 7, 8, 9)
+
+
+@pytest.mark.parametrize("command", ["train", "train --dry-run", "serve"])
+def test_a_model_that_ranks_cannot_share(refused, command, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model(ModelConfig(name="tiny", builder="tiny", build={"warmup_steps": 0})), folder)
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    write("ctrl", str(folder), dff=40, n_layer=2, n_head=4, n_embd=32, n_positions=1024)
+    capsys.readouterr()  # the progress of writing it
+    line = refused(command, f"model.path={folder}", "model.name=ctrl", "model.builder=null", "rollout=torch")
+    assert "CTRLLMHeadModel does not say which of its modules are blocks" in line
 
 
 def test_a_job_that_is_sent_is_not_judged_by_the_machine_that_sends_it(tmp_path, monkeypatch, capsys):

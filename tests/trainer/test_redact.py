@@ -96,6 +96,13 @@ def test_logins_of_addresses_are_hidden_whatever_the_password(password, scheme):
     assert redact_text(f"see {scheme}://user:{password}@host:80/x") == f"see {scheme}://{HIDDEN}@host:80/x"
 
 
+@pytest.mark.parametrize("name", ["api_key", "token", "sig_secret"])
+def test_secrets_in_the_query_of_an_address_are_hidden(name):
+    for address in (f"http://host:30000/?{name}=", f"https://host/x?a=1&{name}=", f"url=http://host/?{name}="):
+        assert redact_text(f"no answer from {address}{PLANTED}") == f"no answer from {address}{HIDDEN}"
+    assert list(secret_names({"rollout": {"server_urls": [f"http://h/?{name}={PLANTED}"]}})) == ["rollout.server_urls.0"]
+
+
 def test_well_known_forms_are_hidden_and_text_that_is_like_them_is_not():
     for value in (
         "hf_" + "a1B2" * 8, "sk-proj-" + "a1B2" * 8, "ghp_" + "a1B2" * 9, "glpat-" + "a1B2" * 5, "AKIA" + "A1B2" * 4,

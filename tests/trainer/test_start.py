@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import PATIENCE_S, alive, descendants, wait_for
+from tests.support.processes import PATIENCE_S, alive, descendants, named, wait_for
 from tests.support.ray_cluster import environment, ray_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -24,13 +24,13 @@ time.sleep(3600)
 
 
 @contextmanager
-def driver(run_dir, *overrides, **variables):
-    """``rlframe train`` in the root of the repository, with its console in a file beside ``run_dir``."""
-    command = [str(Path(sys.executable).parent / "rlframe"), "train", f"run_dir={run_dir}", "rollout=torch"]
-    command += ["eval.size=8", "log.wandb=disabled", *overrides]
+def driver(run_dir, *overrides, command="train", **variables):
+    """``rlframe train``, or another command, in the root of the repository, with its console in a file beside ``run_dir``."""
+    words = [str(Path(sys.executable).parent / "rlframe"), command, f"run_dir={run_dir}", "rollout=torch"]
+    words += ["eval.size=8", "log.wandb=disabled", "server.port=0", *overrides]
     with run_dir.with_suffix(".console").open("w") as console:
         process = subprocess.Popen(
-            command,
+            words,
             cwd=ROOT,
             stdout=console,
             stderr=subprocess.STDOUT,
@@ -82,6 +82,25 @@ def test_a_signal_ends_a_run_whose_engines_start(tmp_path):
         wait_for(lambda: mark.exists() or process.poll() is not None)
         assert ended_by(process, signal.SIGTERM) == 130, console(run_dir)
     assert "Traceback" not in console(run_dir) and not (run_dir / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "serve"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_or_a_server_whose_ray_starts(tmp_path, command, number):
+    run_dir = tmp_path / "run"
+    with driver(run_dir, command=command) as process:
+        wait_for(lambda: named(descendants(process.pid), "gcs_server") or process.poll() is not None)
+        assert ended_by(process, number) == 130, console(run_dir)
+    assert "Traceback" not in console(run_dir) and "serving" not in console(run_dir)
+
+
+def test_a_signal_ends_a_server_whose_engines_start(tmp_path):
+    run_dir = tmp_path / "run"
+    logs = run_dir / "logs"
+    with driver(run_dir, command="serve") as process:
+        wait_for(lambda: (logs.exists() and any(logs.iterdir())) or process.poll() is not None)
+        assert ended_by(process, signal.SIGTERM) == 130, console(run_dir)
+    assert "Traceback" not in console(run_dir) and "serving" not in console(run_dir)
 
 
 def test_a_worker_that_cannot_start_says_why_once_and_where_its_log_is(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from typing import Any
 
 import ray
 import uvicorn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
+from rlframe.backbone import Backbone
 from rlframe.config import ConfigError
 from rlframe.context_length import check_context, longest_context
 from rlframe.models import resolve_model
@@ -23,6 +23,7 @@ from trainer.cluster.folders import check_run_dir
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
 from trainer.cluster.ray_cluster import reserve_pools, start_ray
+from trainer.run import attempts
 from trainer.run.failures import RunFailed
 from trainer.server.app import make_app
 from trainer.server.auth import read_keys
@@ -34,7 +35,9 @@ from trainer.server.training import Training
 from trainer.settings.checks import check
 from trainer.settings.config import Config
 from workers.engines.registry import check_serves_adapters
+from workers.environments.stops import stop_token_ids
 from workers.learner.session_rank import SessionGroup
+from workers.pools import Pool
 from workers.rollout.sampler import SamplerGroup
 from workers.supervised import StartFailed, WorkerLost
 
@@ -54,34 +57,48 @@ class Base:
 
     @classmethod
     def read(cls, config: Config) -> Base:
-        """Find the model, or raise ConfigError."""
+        """Find the model, and see whether ranks can share it, or raise ConfigError."""
         path = resolve_model(config.model)
         trust = config.model.trust_remote_code
-        config_of_model = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        if getattr(config_of_model, "quantization_config", None):
-            raise ConfigError(f"{path} holds a quantised model, which cannot be trained; serve its full-precision version.")
-        model = config_of_model.get_text_config()
+        kernel = config.model.attn_implementation
+        outline = Backbone.outline(path, trainable=False, attn_implementation=kernel, trust_remote_code=trust)
+        model = outline.model.config.get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
-        ends = model.eos_token_id if isinstance(model.eos_token_id, list) else [model.eos_token_id]
-        eos = {token for token in (*ends, tokenizer.eos_token_id) if token is not None}
+        eos = stop_token_ids(tokenizer, config.task.stop, config.task.template_args)
         check_context(config.rollout.max_model_len, model)
         context = longest_context(model) or config.rollout.max_model_len
-        return cls(path, tokenizer, int(model.vocab_size), context, tuple(sorted(eos)))
+        return cls(path, tokenizer, int(model.vocab_size), context, eos)
 
 
 def serve(config: Config) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
+    What blocks comes first, outside of an event loop, where a signal ends it at once.
+
     Raises:
         ConfigError: a setting is refused, the port is taken, or another server works in the run directory.
+        KeyboardInterrupt: a signal came before the server was ready.
     """
+    attempts.interruptible()
     check(config)
     check_serves_adapters(config)
     check_run_dir(config.run_dir)
     check_machine(config)
     run_dir = Path(config.run_dir).absolute()
     with _occupied(run_dir), _listening(config) as listener:
-        asyncio.run(_serve(config, run_dir, listener))
+        base = Base.read(config)
+        keys, own_key = read_keys(config.server.keys_file, run_dir)
+        placement = plan(config)
+        try:
+            start_ray(placement)
+            attempts.interruptible()
+            pools = reserve_pools(placement, config.cluster.startup_timeout_s, print)
+            asyncio.run(_serve(config, base, keys, own_key, run_dir, listener, pools))
+        except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
+            raise KeyboardInterrupt from None
+        finally:
+            attempts.interruptible()
+            ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -108,13 +125,20 @@ def _listening(config: Config) -> Iterator[socket.socket]:
         yield listener
 
 
-async def _serve(config: Config, run_dir: Path, listener: socket.socket) -> None:
-    base = Base.read(config)
-    keys, own_key = read_keys(config.server.keys_file, run_dir)
-    placement = plan(config)
-    start_ray(placement)
+async def _serve(
+    config: Config,
+    base: Base,
+    keys: Any,
+    own_key: Path | None,
+    run_dir: Path,
+    listener: socket.socket,
+    pools: dict[str, Pool],
+) -> None:
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in attempts.SIGNALS:  # until `_answer` takes over
+        loop.add_signal_handler(number, task.cancel)
     try:
-        pools = reserve_pools(placement, config.cluster.startup_timeout_s, print)
         logs = str(run_dir / "logs")
         group = SessionGroup.launch(config, base.path, logs, pools["learner"])
         samplers = SamplerGroup.launch(config, base.path, logs, pools["rollout"])
@@ -129,8 +153,8 @@ async def _serve(config: Config, run_dir: Path, listener: socket.socket) -> None
         await _answer(config, service, listener)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(group.close(), samplers.close()), 20)
-    finally:
-        ray.shutdown()
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 async def make_service(
@@ -156,7 +180,7 @@ class _Server(uvicorn.Server):
 async def _answer(config: Config, service: Service, listener: socket.socket) -> None:
     """Answer requests until a signal comes, then save everything."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in attempts.SIGNALS:
         loop.add_signal_handler(number, stop.set)
     app = make_app(service, config.server.max_request_mb * 2**20)
     server = _Server(

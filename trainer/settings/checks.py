@@ -102,6 +102,12 @@ def _devices(config: Config) -> None:
         "cluster.device=cuda puts the learner on a GPU and actor.gpus=0 reserves none; set actor.gpus=1 or cluster.device=cpu.",
     )
     refuse(
+        "flash" in config.model.attn_implementation and (actor.gpus == 0 or config.model.dtype == "float32"),
+        f"model.attn_implementation={config.model.attn_implementation} runs on GPUs in two-byte numbers, with "
+        f"actor.gpus={actor.gpus:g} and model.dtype={config.model.dtype}; set actor.gpus=1 and model.dtype=bfloat16, or "
+        "model.attn_implementation=sdpa.",
+    )
+    refuse(
         device == "cpu" and actor.gpus > 0,
         f"cluster.device=cpu leaves actor.gpus={actor.gpus:g} unused; set actor.gpus=0 or cluster.device=cuda.",
     )

@@ -73,7 +73,7 @@ def without_secrets(tree: Any) -> Any:
 def redact_text(text: str) -> str:
     """The same for text: logins of addresses, well-known forms of keys, and of ``name=value`` and ``name: value`` the value."""
     text = _LOGIN.sub(rf"\1\2{HIDDEN}@", _VALUE.sub(HIDDEN, text))
-    return _PAIR.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if _is_secret_pair(found) else found[0], text)
+    return _PAIR.sub(_without_value, text)
 
 
 def secret_names(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -102,6 +102,12 @@ def _holds(name: str, value: Any) -> bool:
     """Whether ``value`` is worth hiding under ``name``: something that is there, and not a switch or the id of a token."""
     weak = _words(name) in (["token"], ["key"]) and isinstance(value, int)
     return bool(value) and not isinstance(value, bool) and not weak and is_secret(name)
+
+
+def _without_value(found: re.Match[str]) -> str:
+    """A pair, hidden if it is a secret; its value may have pairs of its own, as in ``url=http://host/?api_key=...``."""
+    value = HIDDEN if _is_secret_pair(found) else _PAIR.sub(_without_value, found[3])
+    return f"{found[1]}{found[2]}{value}"
 
 
 def _is_secret_pair(found: re.Match[str]) -> bool:

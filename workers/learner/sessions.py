@@ -38,13 +38,13 @@ def check_sessions(config: Config, model_path: str) -> list[str]:
     """Create actor and critic on an outline of the model: what would fail on the ranks fails here, before Ray starts.
 
     Returns:
-        For every adapter a sentence that says on how much of the model it is.
+        Sentences: on how much of the model each adapter is, and a kernel that was not checked.
 
     Raises:
         ConfigError: a quantised model, LoRA targets or frozen patterns that name nothing in it, or ones that it cannot have.
     """
     roles = {"actor": actor_spec(config)} | ({"critic": critic_spec(config, 0)} if critic_names(config) else {})
-    notes = []
+    notes: list[str] = []
     for role, spec in roles.items():
         outline = Backbone.outline(
             model_path,
@@ -52,6 +52,7 @@ def check_sessions(config: Config, model_path: str) -> list[str]:
             attn_implementation=config.model.attn_implementation,
             trust_remote_code=config.model.trust_remote_code,
         )
+        notes += [note for note in outline.notes if note not in notes]
         session = outline.create_session(role, spec)
         if session.adapter is not None:
             notes.append(session.adapter.coverage(outline.model).describe(role))

@@ -66,16 +66,17 @@ class RolloutGroup(SupervisedGroup):
         return cls(config, spawn, log_dir)
 
     async def revive(self) -> None:
-        """Start lost workers again; for a group whose workers have nothing in flight that could be lost.
+        """Start lost workers until all are up; for a group whose workers have nothing in flight that could be lost.
 
         Raises:
-            WorkerLost: one did not start, or has used up ``rollout.max_restarts``.
+            WorkerLost: one has used up ``rollout.max_restarts``.
         """
         for worker in self.workers:
-            if worker.loss is not None:
+            while worker.loss is not None:
                 if not worker.restarts_left:
                     raise worker.loss
-                await worker.restart()
+                with contextlib.suppress(WorkerLost):  # it is in ``worker.loss``
+                    await worker.restart()
 
     def progress(self) -> tuple[Any, ...]:
         """A value that changes when an episode ends, when a worker is lost or back, and while one starts."""
