@@ -32,6 +32,21 @@ def check_run_dir(run_dir: str) -> None:
         raise ConfigError(f"run_dir={run_dir} {fault}; give a folder that can be made and written.")
 
 
+def new_run_dir(run_dir: str) -> Path:
+    """The absolute path of a run directory that a new run may use.
+
+    Raises:
+        ConfigError: as `check_run_dir`; or another run is there.
+    """
+    check_run_dir(run_dir)
+    folder = Path(run_dir).absolute()
+    if (folder / "config.yaml").exists():
+        raise ConfigError(
+            f"{folder} holds a run already: `rlframe resume {run_dir}` goes on with it, another name=... starts afresh."
+        )
+    return folder
+
+
 def check_temporary_folder() -> None:
     """Refuse a temporary folder that a Ray head on this machine cannot work in.
 

@@ -5,38 +5,70 @@ What a job asks for is in `trainer.cluster.placement`, how it is sent to a clust
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import Config as RayConfig
 from ray.exceptions import AuthenticationError
 
 from rlframe.config import Config, ConfigError
+from trainer.cluster.head import SETTINGS, Head
 from trainer.cluster.placement import Placement
 from workers.pools import Pool, reserve
 
-HEAD_STARTS = 3
-"""How often a local head is started before giving up."""
 CONNECT_S = 10.0
 """How long a head may take to accept a connection."""
 
 
-def start_ray(placement: Placement) -> None:
-    """Join the cluster of ``placement.address``, or start a local head (its CPUs are logical: as many as the job asks for).
+_heads: list[Head] = []
+"""The local head of this process, if there is one."""
+
+
+@contextlib.contextmanager
+def head_ahead(placement: Placement) -> Iterator[None]:
+    """Start the local head that `start_ray` will want, beside what the driver does until then; inside, `stop_ray` ends it."""
+    if placement.address is None:
+        _heads.append(_new_head(placement))
+    try:
+        yield
+    finally:
+        while _heads:
+            _heads.pop().kill()
+
+
+def start_ray(placement: Placement, log: Path | None = None) -> None:
+    """Join the cluster of ``placement.address``, or a head of our own (its CPUs are logical: as many as the job asks for).
+
+    Args:
+        placement: what the job asks for.
+        log: file for what Ray's own processes and its client here have to say; None: stderr, and nobody for the former.
 
     Raises:
         ConfigError: no cluster answers there, or it refuses us.
+        HeadFailed: no local head starts.
     """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves engine and learner beside anything else that runs
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "configure_logging": True}
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     address = placement.address
+    if log is not None:
+        _log_to(log)
+    common: dict[str, Any] = {"log_to_driver": False, "configure_logging": log is None, "logging_level": "warning"}
     if address is None:
-        local = max(placement.cpus, os.cpu_count() or 1)
-        _start_head(dict(num_cpus=math.ceil(local), include_dashboard=False, **common))
+        head = _heads[0] if _heads else _new_head(placement)
+        _heads[:] = [head]
+        address, environment = head.address()
+        if log is not None:
+            head.log_to(log)
+        os.environ.update(environment)
+        RayConfig.initialize("")  # reads the environment again: a new head may want a token, by Ray's own choice
+        ray.init(address=address, **common)
         return
     _knock(address)
     try:
@@ -49,16 +81,23 @@ def start_ray(placement: Placement) -> None:
         raise ConfigError(_unreachable(address, str(error).splitlines()[0])) from None
 
 
-def _start_head(options: dict[str, Any]) -> None:
-    """Ray gives its own processes 30 s to find each other, which a busy machine may exceed: then they are started again."""
-    for left in reversed(range(HEAD_STARTS)):
-        try:
-            ray.init(address="local", **options)
-            return
-        except Exception as error:
-            if "timed out during startup" not in str(error) or not left:
-                raise
-            ray.shutdown()
+def stop_ray() -> None:
+    """Leave the cluster, and take the local head down if there is one."""
+    ray.shutdown()
+    while _heads:
+        _heads.pop().close()
+
+
+def _new_head(placement: Placement) -> Head:
+    return Head(math.ceil(max(placement.cpus, os.cpu_count() or 1)))
+
+
+def _log_to(log: Path) -> None:
+    """Send the remarks of Ray's client in this process to ``log`` instead of the console."""
+    handler = logging.FileHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("ray").handlers[:] = [handler]
 
 
 def _knock(address: str) -> None:

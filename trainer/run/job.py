@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.config import Config, ConfigError, eval_size, serves_other_weights
@@ -25,10 +24,10 @@ from rlframe.config.engine_checks import check_context
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
-from trainer.cluster.folders import check_run_dir
+from trainer.cluster.folders import check_run_dir, new_run_dir
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
-from trainer.cluster.ray_cluster import reserve_pools, start_ray
+from trainer.cluster.ray_cluster import reserve_pools, start_ray, stop_ray
 from trainer.run import attempts, config_changes, recovery
 from trainer.run.checkpoints import Checkpoints, step_of
 from trainer.run.controller import Controller
@@ -70,13 +69,8 @@ def train(config: Config) -> Path:
         RunFailed: the run cannot go on.
     """
     check(config)
-    check_run_dir(config.run_dir)
+    run_dir = new_run_dir(config.run_dir)
     attempts.interruptible()
-    run_dir = Path(config.run_dir).absolute()
-    if (run_dir / "config.yaml").exists():
-        raise ConfigError(
-            f"{run_dir} holds a run already: `rlframe resume {config.run_dir}` goes on with it, another name=... starts afresh."
-        )
     inputs = read_inputs(config)
     checkpoints = Checkpoints(run_dir, config.checkpoint)
     with occupied(run_dir):
@@ -204,7 +198,7 @@ def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | No
     state: dict[str, Any] = recovery.read_state(checkpoint) if checkpoint else {"step": -1, "wandb_id": None}
     tracker: Tracker | None = None
     try:
-        start_ray(placement)
+        start_ray(placement, run_dir / "logs" / "ray.log")
         attempts.interruptible()
         tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
@@ -215,7 +209,7 @@ def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | No
         attempts.interruptible()
         if tracker is not None:
             tracker.close()
-        ray.shutdown()
+        stop_ray()
 
 
 async def work(
