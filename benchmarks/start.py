@@ -31,7 +31,9 @@ EVENTS: dict[str, Callable[[Run], bool]] = {
     "imports, settings, model and data": lambda run: (run[0] / "logs").exists(),
     "Ray": lambda run: (run[0] / "logs" / "controller.log").exists(),
     "wandb, gauges, reservation": lambda run: f"{run[0]}\n" in _text(run[1]),
-    "actors: processes and imports": lambda run: all((run[0] / "logs" / f"{who}_0.log").exists() for who in ("learner", "rollout")),
+    "actors: processes and imports": lambda run: all(
+        (run[0] / "logs" / f"{who}_0.log").exists() for who in ("learner", "rollout")
+    ),
     "actors: model and engine; first weights": lambda run: "version 0 is served" in _text(run[0] / "logs" / "controller.log"),
     "evaluation before the first step": lambda run: '"step": 0,' in _text(run[0] / "metrics.jsonl"),
     "first step": lambda run: '"step": 1,' in _text(run[0] / "metrics.jsonl"),
@@ -104,7 +106,16 @@ class Family:
 def measure(tree: Path, engine: str, folder: Path) -> tuple[dict[str, tuple[float, float]], dict[str, float]]:
     """Wall and CPU seconds of every part, and CPU seconds by kind of process."""
     run = folder / "run", folder / "console"
-    command = [sys.executable, "-m", "trainer.cli.main", "train", f"run_dir={run[0]}", "name=start", "steps=1", f"rollout={engine}"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.cli.main",
+        "train",
+        f"run_dir={run[0]}",
+        "name=start",
+        "steps=1",
+        f"rollout={engine}",
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     marks, begun = [(0.0, 0.0)], time.monotonic()
     with run[1].open("w") as console:

@@ -47,6 +47,24 @@ def new_run_dir(run_dir: str) -> Path:
     return folder
 
 
+def refuse_lost_run_dir(run_dir: str) -> None:
+    """A relative run directory inside a job would lie in the copy of the working directory that Ray deletes.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if "_ray_pkg_" in os.path.abspath(run_dir):
+        raise ConfigError(lost_run_dir(run_dir))
+
+
+def lost_run_dir(run_dir: str) -> str:
+    """The sentence that refuses a relative run directory of a job."""
+    return (
+        f"run_dir={run_dir} would lie in the copy of the working directory, which Ray deletes after the job; "
+        "give an absolute path that all nodes share, such as run_dir=/shared/runs/NAME."
+    )
+
+
 def check_temporary_folder() -> None:
     """Refuse a temporary folder that a Ray head on this machine cannot work in.
 

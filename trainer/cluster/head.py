@@ -7,12 +7,19 @@ driver's folder nor its imports matter to it.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.cluster.placement import Placement
 
 STARTS = 3
 """How often Ray tries to start a head before giving up."""
@@ -36,12 +43,12 @@ class Head:
         cpus: what it offers; logical, so it may exceed the machine's.
     """
 
-    def __init__(self, cpus: int) -> None:
+    def __init__(self, cpus: float) -> None:
         self._up = False
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115: open as long as the head
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
         # A session of its own: Ctrl-C in a terminal is for the driver, which ends the head after its actors.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(cpus)],
+            [sys.executable, "-P", __file__, str(math.ceil(cpus))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -74,12 +81,18 @@ class Head:
         self._said.seek(0)
         return self._said.read().decode(errors="replace")
 
-    def close(self) -> None:
-        """Take the head down; one that is still starting is killed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def end(self) -> None:
+        """Have the head end, without waiting for it; one that is still starting is killed."""
+        assert self._process.stdin is not None
         self._process.stdin.close()
+        if not self._up:
+            self.kill()
+
+    def wait(self) -> None:
+        """Wait until a head that ends is gone."""
+        assert self._process.stdout is not None
         try:
-            self._process.wait(END_S if self._up else 0)
+            self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self.kill()
         self._process.stdout.close()
@@ -89,6 +102,25 @@ class Head:
         """End it now, also while it starts; Linux ends Ray's processes with the one that started them."""
         self._process.kill()
         self._process.wait()
+
+
+heads: list[Head] = []
+"""The local head of this process, if there is one: started ahead, or by `trainer.cluster.ray_cluster.start_ray`."""
+
+
+@contextlib.contextmanager
+def head_ahead(placement: Placement) -> Iterator[None]:
+    """Start the local head of ``placement``, if it wants one, beside what the driver does before it needs Ray.
+
+    A head that nobody took over is gone afterwards.
+    """
+    if placement.address is None:
+        heads.append(Head(placement.cpus))
+    try:
+        yield
+    finally:
+        while heads:
+            heads.pop().kill()
 
 
 def _start(cpus: int) -> str:

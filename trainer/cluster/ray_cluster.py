@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -18,29 +17,13 @@ import ray
 from ray._raylet import Config as RayConfig
 from ray.exceptions import AuthenticationError
 
-from rlframe.config import Config, ConfigError
-from trainer.cluster.head import SETTINGS, Head
+from rlframe.config import ConfigError
+from trainer.cluster.head import SETTINGS, Head, heads
 from trainer.cluster.placement import Placement
 from workers.pools import Pool, reserve
 
 CONNECT_S = 10.0
 """How long a head may take to accept a connection."""
-
-
-_heads: list[Head] = []
-"""The local head of this process, if there is one."""
-
-
-@contextlib.contextmanager
-def head_ahead(placement: Placement) -> Iterator[None]:
-    """Start the local head that `start_ray` will want, beside what the driver does until then; inside, `stop_ray` ends it."""
-    if placement.address is None:
-        _heads.append(_new_head(placement))
-    try:
-        yield
-    finally:
-        while _heads:
-            _heads.pop().kill()
 
 
 def start_ray(placement: Placement, log: Path | None = None) -> None:
@@ -61,8 +44,8 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
         _log_to(log)
     common: dict[str, Any] = {"log_to_driver": False, "configure_logging": log is None, "logging_level": "warning"}
     if address is None:
-        head = _heads[0] if _heads else _new_head(placement)
-        _heads[:] = [head]
+        head = heads[0] if heads else Head(placement.cpus)
+        heads[:] = [head]
         address, environment = head.address()
         if log is not None:
             head.log_to(log)
@@ -81,15 +64,17 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
         raise ConfigError(_unreachable(address, str(error).splitlines()[0])) from None
 
 
-def stop_ray() -> None:
-    """Leave the cluster, and take the local head down if there is one."""
+@contextlib.contextmanager
+def stopping_ray() -> Iterator[None]:
+    """Leave the cluster; the local head, if there is one, ends beside what is done inside."""
     ray.shutdown()
-    while _heads:
-        _heads.pop().close()
-
-
-def _new_head(placement: Placement) -> Head:
-    return Head(math.ceil(max(placement.cpus, os.cpu_count() or 1)))
+    for head in heads:
+        head.end()
+    try:
+        yield
+    finally:
+        while heads:
+            heads.pop().wait()
 
 
 def _log_to(log: Path) -> None:
@@ -155,21 +140,3 @@ def reserve_pools(placement: Placement, timeout_s: float, say: Callable[[str], N
 def _free() -> str:
     free = ray.available_resources()
     return f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
-
-
-def refuse_lost_run_dir(config: Config) -> None:
-    """A relative run directory inside a job would lie in the copy of the working directory that Ray deletes.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if "_ray_pkg_" in os.path.abspath(config.run_dir):
-        raise ConfigError(lost_run_dir(config.run_dir))
-
-
-def lost_run_dir(run_dir: str) -> str:
-    """The sentence that refuses a relative run directory of a job."""
-    return (
-        f"run_dir={run_dir} would lie in the copy of the working directory, which Ray deletes after the job; "
-        "give an absolute path that all nodes share, such as run_dir=/shared/runs/NAME."
-    )

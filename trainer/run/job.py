@@ -25,9 +25,10 @@ from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
 from trainer.cluster.folders import check_run_dir, new_run_dir
+from trainer.cluster.head import head_ahead
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
-from trainer.cluster.ray_cluster import reserve_pools, start_ray, stop_ray
+from trainer.cluster.ray_cluster import reserve_pools, start_ray, stopping_ray
 from trainer.run import attempts, config_changes, recovery
 from trainer.run.checkpoints import Checkpoints, step_of
 from trainer.run.controller import Controller
@@ -111,11 +112,13 @@ def resume(run: str, overrides: list[str]) -> Path:
             if step_of(checkpoint) >= config.steps:
                 print(f"{run_dir} has done all its steps={config.steps}; give a larger number to go on.")
                 return run_dir
-        inputs = read_inputs(config, checkpoint is not None and recovery.held_out_by_tokens(checkpoint))
-        if checkpoint is not None:
-            recovery.check_prompts(checkpoint, inputs.stream)
-        replace(run_dir / "config.yaml", to_yaml(config))
-        attempts.repeat(config, checkpoints, checkpoint, partial(attempt, config, inputs, run_dir))
+        check_machine(config)
+        with head_ahead(plan(config)):
+            inputs = read_inputs(config, checkpoint is not None and recovery.held_out_by_tokens(checkpoint))
+            if checkpoint is not None:
+                recovery.check_prompts(checkpoint, inputs.stream)
+            replace(run_dir / "config.yaml", to_yaml(config))
+            attempts.repeat(config, checkpoints, checkpoint, partial(attempt, config, inputs, run_dir))
     return run_dir
 
 
@@ -207,9 +210,9 @@ def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | No
         raise KeyboardInterrupt from None
     finally:
         attempts.interruptible()
-        if tracker is not None:
-            tracker.close()
-        stop_ray()
+        with stopping_ray():
+            if tracker is not None:
+                tracker.close()
 
 
 async def work(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
 import uvicorn
 from transformers import AutoConfig, AutoTokenizer
 
@@ -23,7 +22,7 @@ from rlframe.models import resolve_model
 from trainer.cluster.folders import check_run_dir
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
-from trainer.cluster.ray_cluster import reserve_pools, start_ray, stop_ray
+from trainer.cluster.ray_cluster import reserve_pools, start_ray, stopping_ray
 from trainer.server.app import make_app
 from trainer.server.auth import read_keys
 from trainer.server.data import Limits
@@ -128,7 +127,8 @@ async def _serve(config: Config, run_dir: Path, listener: socket.socket) -> None
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(group.close(), samplers.close()), 20)
     finally:
-        stop_ray()
+        with stopping_ray():
+            pass
 
 
 async def make_service(

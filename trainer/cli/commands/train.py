@@ -26,15 +26,16 @@ def run(arguments: argparse.Namespace) -> None:
 
         print(report(config))
         return
-    from trainer.cluster.folders import new_run_dir
+    from trainer.cluster.folders import new_run_dir, refuse_lost_run_dir
+    from trainer.cluster.head import head_ahead
     from trainer.cluster.placement import plan
     from trainer.cluster.preflight import check_machine
-    from trainer.cluster.ray_cluster import head_ahead, refuse_lost_run_dir
+    from workers.process import quick_imports
 
-    refuse_lost_run_dir(config)
+    refuse_lost_run_dir(config.run_dir)
     new_run_dir(config.run_dir)
     check_machine(config)
     with head_ahead(plan(config)):
-        from trainer.run.job import train
-
+        with quick_imports():
+            from trainer.run.job import train
         train(config)
