@@ -1,9 +1,10 @@
-"""What our processes do to themselves: where output goes, where modules of the user are found."""
+"""What our processes do to themselves: where output goes, where modules are found and how they are imported, signals."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import rlframe
 from rlframe.config import ConfigError
 
 PACKAGES = ("rlframe", "workers", "trainer")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""What ends a process in order."""
 
 
 def refuse_shadowing(folder: str) -> None:
@@ -54,6 +57,16 @@ def find_modules_in(folder: str) -> None:
     """Let modules of the user in ``folder`` be imported; what is on the path already goes first."""
     if folder not in sys.path:
         sys.path.append(folder)
+
+
+def interruptible() -> None:
+    """From now on SIGTERM, too, ends what blocks the main thread: both signals raise KeyboardInterrupt there.
+
+    Called again after ``ray.init``, which puts its own handler in place; a run's event loop has handlers of its own
+    (`trainer.run.attempts.on_signal`).
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler)
 
 
 def redirect_output(log_file: str | None) -> None:

@@ -43,7 +43,7 @@ from workers.environments.prompt_file import PromptFile
 from workers.learner.group import LearnerGroup
 from workers.learner.sessions import check_sessions
 from workers.pools import Pool
-from workers.process import find_modules_in
+from workers.process import find_modules_in, interruptible
 from workers.rollout.group import RolloutGroup
 from workers.rollout.supervision import StartFailed, started
 
@@ -71,7 +71,7 @@ def train(config: Config) -> Path:
     """
     check(config)
     run_dir = new_run_dir(config.run_dir)
-    attempts.interruptible()
+    interruptible()
     inputs = read_inputs(config)
     checkpoints = Checkpoints(run_dir, config.checkpoint)
     with occupied(run_dir):
@@ -98,7 +98,7 @@ def resume(run: str, overrides: list[str]) -> Path:
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml.")
     config = resumed(run, overrides)
-    attempts.interruptible()
+    interruptible()
     with occupied(run_dir):
         checkpoints = Checkpoints(run_dir, config.checkpoint)
         checkpoint, skipped = checkpoints.newest()
@@ -196,20 +196,20 @@ def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | No
     Raises:
         WorkerDied: another attempt may succeed.
     """
-    attempts.interruptible()
+    interruptible()
     placement = plan(config)
     state: dict[str, Any] = recovery.read_state(checkpoint) if checkpoint else {"step": -1, "wandb_id": None}
     tracker: Tracker | None = None
     try:
         start_ray(placement, run_dir / "logs" / "ray.log")
-        attempts.interruptible()
+        interruptible()
         tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         asyncio.run(work(config, inputs, run_dir, checkpoint, restarts, tracker, pools))
     except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
         raise KeyboardInterrupt from None
     finally:
-        attempts.interruptible()
+        interruptible()
         with stopping_ray():
             if tracker is not None:
                 tracker.close()

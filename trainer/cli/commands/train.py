@@ -30,11 +30,12 @@ def run(arguments: argparse.Namespace) -> None:
     from trainer.cluster.head import head_ahead
     from trainer.cluster.placement import plan
     from trainer.cluster.preflight import check_machine
-    from workers.process import quick_imports
+    from workers.process import interruptible, quick_imports
 
     refuse_lost_run_dir(config.run_dir)
     new_run_dir(config.run_dir)
     check_machine(config)
+    interruptible()
     with head_ahead(plan(config)):
         with quick_imports():
             from trainer.run.job import train
