@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import PATIENCE_S, alive, descendants, wait_for
+from tests.support.processes import PATIENCE_S, alive, descendants, named, wait_for
 from tests.support.ray_cluster import environment, ray_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -26,7 +26,7 @@ time.sleep(3600)
 
 @contextmanager
 def driver(run_dir, *overrides, **variables):
-    """``rlframe train`` in the root of the repository, with its console in a file beside ``run_dir``; None unsets a variable."""
+    """``rlframe train`` in the root of the repository, its console in a file beside ``run_dir``; None unsets a variable."""
     command = [str(Path(sys.executable).parent / "rlframe"), "train", f"run_dir={run_dir}", "rollout=torch"]
     command += ["eval.size=8", "log.wandb=disabled", *overrides]
     with run_dir.with_suffix(".console").open("w") as console:
