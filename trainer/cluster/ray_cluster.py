@@ -18,7 +18,8 @@ from ray._raylet import Config as RayConfig
 from ray.exceptions import AuthenticationError
 
 from rlframe.config import ConfigError
-from trainer.cluster.head import SETTINGS, Head, heads
+from trainer.cluster.head import Head, heads
+from trainer.cluster.head_process import SETTINGS
 from trainer.cluster.placement import Placement
 from workers.pools import Pool, reserve
 
@@ -35,7 +36,7 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
 
     Raises:
         ConfigError: no cluster answers there, or it refuses us.
-        HeadFailed: no local head starts.
+        RunFailed: no local head starts.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
