@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -34,7 +35,8 @@ EVENTS: dict[str, Callable[[Run], bool]] = {
     "actors: processes and imports": lambda run: all(
         (run[0] / "logs" / f"{who}_0.log").exists() for who in ("learner", "rollout")
     ),
-    "actors: model and engine; first weights": lambda run: "version 0 is served" in _text(run[0] / "logs" / "controller.log"),
+    "actors: model and engine": lambda run: bool(_UP.search(_text(run[0] / "logs" / "controller.log"))),
+    "first weights": lambda run: "version 0 is served" in _text(run[0] / "logs" / "controller.log"),
     "evaluation before the first step": lambda run: '"step": 0,' in _text(run[0] / "metrics.jsonl"),
     "first step": lambda run: '"step": 1,' in _text(run[0] / "metrics.jsonl"),
 }
@@ -56,6 +58,10 @@ KINDS = {
     "trainer.cli.main train": "driver",
 }
 """Processes by a part of their command line."""
+
+
+_UP = re.compile("engines and learner are up|version 0 is served")
+"""Older checkouts say only the latter."""
 
 
 def _text(path: Path) -> str:

@@ -89,7 +89,7 @@ def test_a_signal_ends_a_run_whose_ray_head_starts(tmp_path, number):
 def test_a_killed_driver_leaves_no_head_behind(tmp_path):
     run_dir = tmp_path / "run"
     with driver(run_dir, "steps=1000") as process:
-        wait_for(lambda: "step 1/" in console(run_dir) or process.poll() is not None)
+        wait_for(lambda: re.search(r"step +1/", console(run_dir)) or process.poll() is not None)
         family = descendants(process.pid)
         assert named(family, "gcs_server") and ended_by(process, signal.SIGKILL) == -signal.SIGKILL
     wait_for(lambda: not any(map(alive, family)))

@@ -16,6 +16,9 @@ STARTS = 3
 SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # Ray's 15 starves engine and learner beside anything else that runs
+    # Actors have processes of their own; those that Ray starts ahead, one for each CPU, would end unused.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
 }
 """Ray's own settings, by environment variable, where the user has set none."""
 

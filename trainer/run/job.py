@@ -1,6 +1,7 @@
 """From a composed config to a finished run: what is checked and started, in which order, and what is cleaned up.
 
-Everything that a user can get wrong is found before Ray starts, everything that the cluster lacks before engines start.
+Everything that a user can get wrong is found before the run joins Ray, everything that the cluster lacks before engines start.
+A head of its own starts beside these checks (`trainer.cluster.head`), and a refusal takes it down.
 """
 
 from __future__ import annotations
@@ -235,6 +236,7 @@ async def work(
             tracker.say(note)
         inputs.stream.position, inputs.stream.returned = 0, []
         controller = await start_workers(config, inputs, run_dir, tracker, pools)
+        tracker.note("engines and learner are up")
         if checkpoint:
             await controller.learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)
