@@ -149,8 +149,9 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="*", default=["torch", "vllm"])
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to look at")
     arguments = parser.parse_args()
-    trees = {"before": arguments.against.resolve(), "now": ROOT} if arguments.against else {"now": ROOT}
+    trees = {"before": arguments.against.resolve(), "now": arguments.tree} if arguments.against else {"now": arguments.tree}
     for engine in arguments.engines:
         parts: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in trees}
         kinds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}

@@ -45,12 +45,14 @@ def quick_imports() -> Iterator[None]:
 
     What they hold lives as long as the process, so later collections leave it out, too.
     """
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
-        gc.freeze()
+        if enabled:
+            gc.enable()
+            gc.freeze()
 
 
 def find_modules_in(folder: str) -> None:
