@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from tests.support.processes import alive, wait_for
-from trainer.cluster.head import Head
-from trainer.run.failures import RunFailed
+from trainer.cluster.head import Head, HeadFailed
 
 RAY = """
 import os, pathlib, sys
@@ -49,7 +48,7 @@ def test_a_head_says_where_it_is_and_its_remarks_go_to_the_log(ray, tmp_path):
 def test_a_head_whose_processes_do_not_find_each_other_is_started_again_but_not_for_ever(ray, tmp_path):
     ray("raise RuntimeError('The current node timed out during startup.')")
     head = Head(1)
-    with pytest.raises(RunFailed, match=r"^No Ray head starts on this machine: The current node timed out during startup\.$"):
+    with pytest.raises(HeadFailed, match=r"^No Ray head starts on this machine: The current node timed out during startup\.$"):
         head.address()
     head.end()
     assert (tmp_path / "starts").read_text() == "..."
@@ -58,7 +57,7 @@ def test_a_head_whose_processes_do_not_find_each_other_is_started_again_but_not_
 def test_a_head_that_dies_says_its_last_words(ray):
     ray("sys.exit('no room on the disk')")
     head = Head(1)
-    with pytest.raises(RunFailed, match=r"(?s)No Ray head starts on this machine: .*no room on the disk$"):
+    with pytest.raises(HeadFailed, match=r"(?s)No Ray head starts on this machine: .*no room on the disk$"):
         head.address()
     head.end()
 

@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.cluster import head_process
-from trainer.run.failures import RunFailed
 
 if TYPE_CHECKING:
     from trainer.cluster.placement import Placement
 
 END_S = 20.0
 """How long a head may take to end by itself."""
+
+
+class HeadFailed(RuntimeError):
+    """No head starts on this machine; the message has Ray's reason."""
 
 
 class Head:
@@ -50,13 +53,13 @@ class Head:
         """Where the head listens, and the environment variables with which it lets somebody in.
 
         Raises:
-            RunFailed: it did not start.
+            HeadFailed: it did not start.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         answer = json.loads(line) if line.endswith(b"\n") else {"error": self._output() or "the head ended while it started"}
         if "error" in answer:
-            raise RunFailed(f"No Ray head starts on this machine: {answer['error'].strip()}")
+            raise HeadFailed(f"No Ray head starts on this machine: {answer['error'].strip()}")
         self._up = True
         return answer["address"], answer["environment"]
 

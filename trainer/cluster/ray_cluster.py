@@ -36,7 +36,7 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
 
     Raises:
         ConfigError: no cluster answers there, or it refuses us.
-        RunFailed: no local head starts.
+        HeadFailed: no local head starts.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)

@@ -26,13 +26,14 @@ from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
 from trainer.cluster.folders import check_run_dir, new_run_dir
-from trainer.cluster.head import head_ahead
+from trainer.cluster.head import HeadFailed, head_ahead
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
 from trainer.cluster.ray_cluster import reserve_pools, start_ray, stopping_ray
 from trainer.run import attempts, config_changes, recovery
 from trainer.run.checkpoints import Checkpoints, step_of
 from trainer.run.controller import Controller
+from trainer.run.failures import RunFailed
 from trainer.run.prompts import PromptStream, as_prompt
 from trainer.settings.compose import load_yaml, resumed, to_yaml
 from trainer.watch.tracking import Tracker, has_steps
@@ -207,6 +208,8 @@ def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | No
         tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         asyncio.run(work(config, inputs, run_dir, checkpoint, restarts, tracker, pools))
+    except HeadFailed as error:
+        raise RunFailed(str(error)) from None
     except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
         raise KeyboardInterrupt from None
     finally:
