@@ -1,6 +1,7 @@
 """A run that does not get as far as training: why it cannot start, and a signal while it waits for what it needs."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,10 @@ time.sleep(3600)
 
 @contextmanager
 def driver(run_dir, *overrides, command="train", **variables):
-    """``rlframe train``, or another command, in the root of the repository, with its console in a file beside ``run_dir``."""
+    """``rlframe train``, or another command, in the root of the repository, with its console in a file beside ``run_dir``.
+
+    None unsets an environment variable.
+    """
     words = [str(Path(sys.executable).parent / "rlframe"), command, f"run_dir={run_dir}", "rollout=torch"]
     words += ["eval.size=8", "log.wandb=disabled", "server.port=0", *overrides]
     with run_dir.with_suffix(".console").open("w") as console:
@@ -34,7 +38,7 @@ def driver(run_dir, *overrides, command="train", **variables):
             cwd=ROOT,
             stdout=console,
             stderr=subprocess.STDOUT,
-            env={**environment(), **variables},
+            env={name: value for name, value in {**environment(), **variables}.items() if value is not None},
             start_new_session=True,
         )
     try:
@@ -74,6 +78,50 @@ def test_a_signal_ends_a_run_that_waits_for_the_cluster(tmp_path):
                 assert holder.poll() is None and cluster.nodes() == 2
             finally:
                 holder.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_whose_ray_head_starts(tmp_path, number):
+    run_dir = tmp_path / "run"
+    with driver(run_dir) as process:
+        wait_for(lambda: named(descendants(process.pid), "gcs_server") or process.poll() is not None)
+        assert ended_by(process, number) == 130, console(run_dir)
+    assert not console(run_dir) and not (run_dir / "config.yaml").exists()
+
+
+def test_a_killed_driver_leaves_no_head_behind(tmp_path):
+    run_dir = tmp_path / "run"
+    with driver(run_dir, "steps=1000") as process:
+        wait_for(lambda: re.search(r"step +1/", console(run_dir)) or process.poll() is not None)
+        family = descendants(process.pid)
+        assert named(family, "gcs_server") and ended_by(process, signal.SIGKILL) == -signal.SIGKILL
+    wait_for(lambda: not any(map(alive, family)))
+
+
+def test_a_model_that_is_refused_takes_the_head_with_it(tmp_path):
+    run_dir = tmp_path / "run"
+    with driver(run_dir, "model.path=/no/such/folder") as process:
+        seen = set()
+        while process.poll() is None:
+            seen |= descendants(process.pid)
+        assert process.returncode == 2
+    assert console(run_dir).startswith("rlframe: model.path=/no/such/folder is not a folder") and not run_dir.exists()
+    wait_for(lambda: not any(map(alive, seen)))
+
+
+LINES = r"run: tiny on arithmetic, .*|critic: adapters on .* of the model's weights\.|step [01]/1  .*"
+"""What a run of one step says."""
+
+
+def test_the_console_has_the_lines_of_the_run_alone_and_a_file_those_of_ray(tmp_path):
+    """Without a choice of Ray's authentication, of which Ray would speak; the metrics' endpoint is there all the same."""
+    run_dir = tmp_path / "run"
+    with driver(run_dir, "steps=1", RAY_AUTH_MODE=None, RAY_AUTH_TOKEN=None) as process:
+        assert process.wait(timeout=PATIENCE_S) == 0, console(run_dir)
+    lines = console(run_dir).splitlines()
+    assert len(lines) == 4 and all(re.fullmatch(LINES, line) for line in lines), lines
+    assert "authentication" in (run_dir / "logs" / "ray.log").read_text()
+    assert re.search(r"gauges: http://\S+/metrics", (run_dir / "logs" / "controller.log").read_text())
 
 
 def test_a_signal_ends_a_run_whose_engines_start(tmp_path):

@@ -32,6 +32,39 @@ def check_run_dir(run_dir: str) -> None:
         raise ConfigError(f"run_dir={run_dir} {fault}; give a folder that can be made and written.")
 
 
+def new_run_dir(run_dir: str) -> Path:
+    """The absolute path of a run directory that a new run may use.
+
+    Raises:
+        ConfigError: as `check_run_dir`; or another run is there.
+    """
+    check_run_dir(run_dir)
+    folder = Path(run_dir).absolute()
+    if (folder / "config.yaml").exists():
+        raise ConfigError(
+            f"{folder} holds a run already: `rlframe resume {run_dir}` goes on with it, another name=... starts afresh."
+        )
+    return folder
+
+
+def refuse_lost_run_dir(run_dir: str) -> None:
+    """A relative run directory inside a job would lie in the copy of the working directory that Ray deletes.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if "_ray_pkg_" in os.path.abspath(run_dir):
+        raise ConfigError(lost_run_dir(run_dir))
+
+
+def lost_run_dir(run_dir: str) -> str:
+    """The sentence that refuses a relative run directory of a job."""
+    return (
+        f"run_dir={run_dir} would lie in the copy of the working directory, which Ray deletes after the job; "
+        "give an absolute path that all nodes share, such as run_dir=/shared/runs/NAME."
+    )
+
+
 def check_temporary_folder() -> None:
     """Refuse a temporary folder that a Ray head on this machine cannot work in.
 

@@ -5,39 +5,54 @@ What a job asks for is in `trainer.cluster.placement`, how it is sent to a clust
 
 from __future__ import annotations
 
-import math
+import contextlib
+import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
 from rlframe.config import ConfigError
+from trainer.cluster.head import Head, heads
+from trainer.cluster.head_process import SETTINGS
 from trainer.cluster.placement import Placement
-from trainer.settings.config import Config
 from workers.pools import Pool, reserve
 
-HEAD_STARTS = 3
-"""How often a local head is started before giving up."""
 CONNECT_S = 10.0
 """How long a head may take to accept a connection."""
 
 
-def start_ray(placement: Placement) -> None:
-    """Join the cluster of ``placement.address``, or start a local head (its CPUs are logical: as many as the job asks for).
+def start_ray(placement: Placement, log: Path | None = None) -> None:
+    """Join the cluster of ``placement.address``, or a head of our own (its CPUs are logical: as many as the job asks for).
+
+    Args:
+        placement: what the job asks for.
+        log: file for what Ray's own processes and its client here have to say; None: stderr, and nobody for the former.
 
     Raises:
         ConfigError: no cluster answers there, or it refuses us.
+        HeadFailed: no local head starts.
     """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves engine and learner beside anything else that runs
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "configure_logging": True}
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     address = placement.address
+    if log is not None:
+        _log_to(log)
+    common: dict[str, Any] = {"log_to_driver": False, "configure_logging": log is None, "logging_level": "warning"}
     if address is None:
-        local = max(placement.cpus, os.cpu_count() or 1)
-        _start_head(dict(num_cpus=math.ceil(local), include_dashboard=False, **common))
+        head = heads[0] if heads else Head(placement.cpus)
+        heads[:] = [head]
+        address, environment = head.address()
+        if log is not None:
+            head.log_to(log)
+        os.environ.update(environment)
+        RayConfig.initialize("")  # reads the environment again: a new head may want a token, by Ray's own choice
+        ray.init(address=address, **common)
         return
     _knock(address)
     try:
@@ -50,16 +65,25 @@ def start_ray(placement: Placement) -> None:
         raise ConfigError(_unreachable(address, str(error).splitlines()[0])) from None
 
 
-def _start_head(options: dict[str, Any]) -> None:
-    """Ray gives its own processes 30 s to find each other, which a busy machine may exceed: then they are started again."""
-    for left in reversed(range(HEAD_STARTS)):
-        try:
-            ray.init(address="local", **options)
-            return
-        except Exception as error:
-            if "timed out during startup" not in str(error) or not left:
-                raise
-            ray.shutdown()
+@contextlib.contextmanager
+def stopping_ray() -> Iterator[None]:
+    """Leave the cluster; the local head, if there is one, ends beside what is done inside."""
+    ray.shutdown()
+    for head in heads:
+        head.end()
+    try:
+        yield
+    finally:
+        while heads:
+            heads.pop().wait()
+
+
+def _log_to(log: Path) -> None:
+    """Send the remarks of Ray's client in this process to ``log`` instead of the console."""
+    handler = logging.FileHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("ray").handlers[:] = [handler]
 
 
 def _knock(address: str) -> None:
@@ -117,21 +141,3 @@ def reserve_pools(placement: Placement, timeout_s: float, say: Callable[[str], N
 def _free() -> str:
     free = ray.available_resources()
     return f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free now"
-
-
-def refuse_lost_run_dir(config: Config) -> None:
-    """A relative run directory inside a job would lie in the copy of the working directory that Ray deletes.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if "_ray_pkg_" in os.path.abspath(config.run_dir):
-        raise ConfigError(lost_run_dir(config.run_dir))
-
-
-def lost_run_dir(run_dir: str) -> str:
-    """The sentence that refuses a relative run directory of a job."""
-    return (
-        f"run_dir={run_dir} would lie in the copy of the working directory, which Ray deletes after the job; "
-        "give an absolute path that all nodes share, such as run_dir=/shared/runs/NAME."
-    )

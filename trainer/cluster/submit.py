@@ -26,7 +26,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from rlframe.config import ConfigError
-from trainer.cluster.ray_cluster import lost_run_dir
+from trainer.cluster.folders import lost_run_dir
 from trainer.settings.compose import compose, load_yaml, resumed, to_yaml
 from trainer.settings.config import Config
 from trainer.settings.redact import redact_text, secret_names

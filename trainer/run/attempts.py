@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +15,13 @@ from trainer.run import recovery
 from trainer.run.checkpoints import Checkpoints, step_of
 from trainer.run.failures import LearnerDied, RunFailed, WorkerDied
 from trainer.settings.config import Config
+from workers.process import SIGNALS
 from workers.supervised import StartFailed, WorkerLost, first_line
 
 if TYPE_CHECKING:
     from trainer.run.controller import Controller
     from trainer.watch.tracking import Tracker
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAVE_S = 300.0
 """Longest time that saving after a fault may take; ``cluster.watchdog_s`` if that is less."""
 
@@ -118,15 +117,6 @@ async def close(controller: Controller) -> None:
     groups: set[Any] = {controller.rollouts, controller.evaluators, controller.learner}
     with contextlib.suppress(Exception):
         await asyncio.wait_for(asyncio.gather(*(group.close() for group in groups)), 20)
-
-
-def interruptible() -> None:
-    """From now on SIGTERM, too, ends what blocks the main thread: both signals raise KeyboardInterrupt there.
-
-    Called again after ``ray.init``, which puts its own handler in place; `on_signal` takes over inside of a loop.
-    """
-    for number in SIGNALS:
-        signal.signal(number, signal.default_int_handler)
 
 
 def on_signal(tracker: Tracker, task: asyncio.Task[None], controller: Controller | None = None) -> None:

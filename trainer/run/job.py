@@ -1,6 +1,7 @@
 """From a composed config to a finished run: what is checked and started, in which order, and what is cleaned up.
 
-Everything that a user can get wrong is found before Ray starts, everything that the cluster lacks before engines start.
+Everything that a user can get wrong is found before the run joins Ray, everything that the cluster lacks before engines start.
+A head of its own starts beside these checks (`trainer.cluster.head`), and a refusal takes it down.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from transformers import AutoConfig, AutoTokenizer
 
 from rlframe.config import ConfigError
@@ -24,13 +24,15 @@ from rlframe.context_length import check_context
 from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
-from trainer.cluster.folders import check_run_dir
+from trainer.cluster.folders import check_run_dir, new_run_dir
+from trainer.cluster.head import HeadFailed, head_ahead
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
-from trainer.cluster.ray_cluster import reserve_pools, start_ray
+from trainer.cluster.ray_cluster import reserve_pools, start_ray, stopping_ray
 from trainer.run import attempts, config_changes, recovery
 from trainer.run.checkpoints import Checkpoints, step_of
 from trainer.run.controller import Controller
+from trainer.run.failures import RunFailed
 from trainer.run.prompts import PromptStream, as_prompt
 from trainer.settings.checks import check
 from trainer.settings.compose import load_yaml, resumed, to_yaml
@@ -46,7 +48,7 @@ from workers.learner.group import LearnerGroup
 from workers.learner.roles import critic_names
 from workers.learner.sessions import check_sessions
 from workers.pools import Pool
-from workers.process import find_modules_in
+from workers.process import find_modules_in, interruptible
 from workers.rollout.group import RolloutGroup
 from workers.rollout.settings import serves_other_weights
 from workers.supervised import StartFailed, started
@@ -74,13 +76,8 @@ def train(config: Config) -> Path:
         RunFailed: the run cannot go on.
     """
     check(config)
-    check_run_dir(config.run_dir)
-    attempts.interruptible()
-    run_dir = Path(config.run_dir).absolute()
-    if (run_dir / "config.yaml").exists():
-        raise ConfigError(
-            f"{run_dir} holds a run already: `rlframe resume {config.run_dir}` goes on with it, another name=... starts afresh."
-        )
+    run_dir = new_run_dir(config.run_dir)
+    interruptible()
     inputs = read_inputs(config)
     checkpoints = Checkpoints(run_dir, config.checkpoint)
     with occupied(run_dir):
@@ -107,7 +104,7 @@ def resume(run: str, overrides: list[str]) -> Path:
     if not (run_dir / "config.yaml").exists():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml.")
     config = resumed(run, overrides)
-    attempts.interruptible()
+    interruptible()
     with occupied(run_dir):
         checkpoints = Checkpoints(run_dir, config.checkpoint)
         checkpoint, skipped = checkpoints.newest()
@@ -121,11 +118,13 @@ def resume(run: str, overrides: list[str]) -> Path:
             if step_of(checkpoint) >= config.steps:
                 print(f"{run_dir} has done all its steps={config.steps}; give a larger number to go on.")
                 return run_dir
-        inputs = read_inputs(config, checkpoint is not None and recovery.held_out_by_tokens(checkpoint))
-        if checkpoint is not None:
-            recovery.check_prompts(checkpoint, inputs.stream)
-        replace(run_dir / "config.yaml", to_yaml(config))
-        attempts.repeat(config, checkpoints, checkpoint, partial(attempt, config, inputs, run_dir))
+        check_machine(config)
+        with head_ahead(plan(config)):
+            inputs = read_inputs(config, checkpoint is not None and recovery.held_out_by_tokens(checkpoint))
+            if checkpoint is not None:
+                recovery.check_prompts(checkpoint, inputs.stream)
+            replace(run_dir / "config.yaml", to_yaml(config))
+            attempts.repeat(config, checkpoints, checkpoint, partial(attempt, config, inputs, run_dir))
     return run_dir
 
 
@@ -201,23 +200,25 @@ def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | No
     Raises:
         WorkerDied: another attempt may succeed.
     """
-    attempts.interruptible()
+    interruptible()
     placement = plan(config)
     state: dict[str, Any] = recovery.read_state(checkpoint) if checkpoint else {"step": -1, "wandb_id": None}
     tracker: Tracker | None = None
     try:
-        start_ray(placement)
-        attempts.interruptible()
+        start_ray(placement, run_dir / "logs" / "ray.log")
+        interruptible()
         tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         asyncio.run(work(config, inputs, run_dir, checkpoint, restarts, tracker, pools))
+    except HeadFailed as error:
+        raise RunFailed(str(error)) from None
     except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
         raise KeyboardInterrupt from None
     finally:
-        attempts.interruptible()
-        if tracker is not None:
-            tracker.close()
-        ray.shutdown()
+        interruptible()
+        with stopping_ray():
+            if tracker is not None:
+                tracker.close()
 
 
 async def work(
@@ -240,6 +241,7 @@ async def work(
             tracker.say(note)
         inputs.stream.position, inputs.stream.returned = 0, []
         controller = await start_workers(config, inputs, run_dir, tracker, pools)
+        tracker.note("engines and learner are up")
         if checkpoint:
             await controller.learner.load(str(checkpoint))
             recovery.restore(controller, checkpoint)

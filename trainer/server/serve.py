@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
 import uvicorn
 from transformers import AutoTokenizer
 
@@ -20,10 +19,10 @@ from rlframe.config import ConfigError
 from rlframe.context_length import check_context, longest_context
 from rlframe.models import resolve_model
 from trainer.cluster.folders import check_run_dir
+from trainer.cluster.head import HeadFailed
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
-from trainer.cluster.ray_cluster import reserve_pools, start_ray
-from trainer.run import attempts
+from trainer.cluster.ray_cluster import reserve_pools, start_ray, stopping_ray
 from trainer.run.failures import RunFailed
 from trainer.server.app import make_app
 from trainer.server.auth import read_keys
@@ -38,6 +37,7 @@ from workers.engines.registry import check_serves_adapters
 from workers.environments.stops import stop_token_ids
 from workers.learner.session_rank import SessionGroup
 from workers.pools import Pool
+from workers.process import SIGNALS, interruptible
 from workers.rollout.sampler import SamplerGroup
 from workers.supervised import StartFailed, WorkerLost
 
@@ -79,7 +79,7 @@ def serve(config: Config) -> None:
         ConfigError: a setting is refused, the port is taken, or another server works in the run directory.
         KeyboardInterrupt: a signal came before the server was ready.
     """
-    attempts.interruptible()
+    interruptible()
     check(config)
     check_serves_adapters(config)
     check_run_dir(config.run_dir)
@@ -91,14 +91,17 @@ def serve(config: Config) -> None:
         placement = plan(config)
         try:
             start_ray(placement)
-            attempts.interruptible()
+            interruptible()
             pools = reserve_pools(placement, config.cluster.startup_timeout_s, print)
             asyncio.run(_serve(config, base, keys, own_key, run_dir, listener, pools))
         except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
             raise KeyboardInterrupt from None
+        except HeadFailed as error:
+            raise RunFailed(str(error)) from None
         finally:
-            attempts.interruptible()
-            ray.shutdown()
+            interruptible()
+            with stopping_ray():
+                pass
 
 
 @contextlib.contextmanager
@@ -136,7 +139,7 @@ async def _serve(
 ) -> None:
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    for number in attempts.SIGNALS:  # until `_answer` takes over
+    for number in SIGNALS:  # until `_answer` takes over
         loop.add_signal_handler(number, task.cancel)
     try:
         logs = str(run_dir / "logs")
@@ -180,7 +183,7 @@ class _Server(uvicorn.Server):
 async def _answer(config: Config, service: Service, listener: socket.socket) -> None:
     """Answer requests until a signal comes, then save everything."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in attempts.SIGNALS:
+    for number in SIGNALS:
         loop.add_signal_handler(number, stop.set)
     app = make_app(service, config.server.max_request_mb * 2**20)
     server = _Server(

@@ -12,27 +12,29 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import numpy as np
-import psutil
-import torch
-import torch.distributed as dist
-from safetensors.torch import load_file, save_file
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import init_device_mesh
+from workers.process import find_modules_in, quick_imports, redirect_output
 
-from rlframe.backbone import Backbone
-from rlframe.files import Entry, seal
-from rlframe.metrics import Metrics
-from rlframe.sessions import Session
-from rlframe.types import Batch
-from workers.engines.protocol import WeightUpdate
-from workers.engines.registry import engine_spec
-from workers.engines.weights import announce, streams
-from workers.learner.actor import Actor
-from workers.learner.critic import Critic
-from workers.learner.sessions import actor_spec, critic_spec
-from workers.process import find_modules_in, redirect_output
-from workers.settings import Config
+with quick_imports():
+    import numpy as np
+    import psutil
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import load_file, save_file
+    from torch.distributed.constants import default_pg_timeout
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from rlframe.backbone import Backbone
+    from rlframe.files import Entry, seal
+    from rlframe.metrics import Metrics
+    from rlframe.sessions import Session
+    from rlframe.types import Batch
+    from workers.engines.protocol import WeightUpdate
+    from workers.engines.registry import engine_spec
+    from workers.engines.weights import announce, streams
+    from workers.learner.actor import Actor
+    from workers.learner.critic import Critic
+    from workers.learner.sessions import actor_spec, critic_spec
+    from workers.settings import Config
 
 
 class LearnerRank:

@@ -25,7 +25,7 @@ from workers.environments.base import Environment
 from workers.environments.registry import make_environment
 from workers.environments.task_checks import eval_size
 from workers.faults import EpisodeFailed, Fault, Kind, describe
-from workers.process import find_modules_in, redirect_output
+from workers.process import find_modules_in, quick_imports, redirect_output
 from workers.rollout.episode import run_episode
 from workers.settings import Config
 
@@ -94,7 +94,8 @@ class RolloutWorker:
         redirect_output(log_file)
         if user_folder is not None:
             find_modules_in(user_folder)
-        from transformers import AutoConfig, AutoTokenizer
+        with quick_imports():
+            from transformers import AutoConfig, AutoTokenizer
 
         trust = config.model.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=trust)
@@ -102,7 +103,8 @@ class RolloutWorker:
         self.config = config
         self.vocabulary = int(model.get_text_config().vocab_size)
         self.environment: Environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=eval_size(config))
-        self.engine: Engine = make_engine(config, model_path, index)
+        with quick_imports():
+            self.engine: Engine = make_engine(config, model_path, index)
         self._places = asyncio.Semaphore(config.rollout.max_concurrency)
         self._tasks: set[asyncio.Task] = set()
         self._finished: list[tuple[int, list[Trajectory], list[Fault]]] = []

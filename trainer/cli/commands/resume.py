@@ -16,6 +16,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Resume the run."""
-    from trainer.run.job import resume
+    from workers.process import quick_imports
+
+    with quick_imports():
+        from trainer.run.job import resume
 
     resume(arguments.run_dir, arguments.overrides)

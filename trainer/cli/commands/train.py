@@ -26,8 +26,17 @@ def run(arguments: argparse.Namespace) -> None:
 
         print(report(config))
         return
-    from trainer.cluster.ray_cluster import refuse_lost_run_dir
-    from trainer.run.job import train
+    from trainer.cluster.folders import new_run_dir, refuse_lost_run_dir
+    from trainer.cluster.head import head_ahead
+    from trainer.cluster.placement import plan
+    from trainer.cluster.preflight import check_machine
+    from workers.process import interruptible, quick_imports
 
-    refuse_lost_run_dir(config)
-    train(config)
+    refuse_lost_run_dir(config.run_dir)
+    new_run_dir(config.run_dir)
+    check_machine(config)
+    interruptible()
+    with head_ahead(plan(config)):
+        with quick_imports():
+            from trainer.run.job import train
+        train(config)

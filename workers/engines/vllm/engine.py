@@ -24,6 +24,7 @@ from workers.engines.protocol import Completion, EngineDeadError, PauseMode, Sam
 from workers.engines.torch.engine import check_request
 from workers.engines.vllm import nccl
 from workers.engines.vllm.weight_memory import WeightMemory
+from workers.process import quick_imports
 
 T = TypeVar("T")
 
@@ -115,8 +116,9 @@ class VLLMEngine:
         for name, value in _environment(on_cpu, self._threads).items():
             os.environ.setdefault(name, value)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with quick_imports():
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         config = AsyncEngineArgs(**{"enforce_eager": on_cpu, **self._args}).create_engine_config()
         self._vocabulary = int(config.model_config.get_vocab_size())
