@@ -21,6 +21,7 @@ from trainer.cli.commands import (
     serve,
     settings,
     submit,
+    timeline,
     train,
 )
 from trainer.settings.requirements import distribution_of
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "metrics": metrics,
     "rollouts": rollouts,
     "report": report,
+    "timeline": timeline,
     "serve": serve,
 }
 """Every command, in the order of ``rlframe --help``."""
