@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.cluster import head_process
 
@@ -57,7 +57,9 @@ class Head:
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        answer = json.loads(line) if line.endswith(b"\n") else {"error": self._output() or "the head ended while it started"}
+        answer: dict[str, Any] = (
+            json.loads(line) if line.endswith(b"\n") else {"error": self._output() or "the head ended while it started"}
+        )
         if "error" in answer:
             raise HeadFailed(f"No Ray head starts on this machine: {answer['error'].strip()}")
         self._up = True

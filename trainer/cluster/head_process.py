@@ -8,6 +8,7 @@ stdin, writes there from then on, and takes the head down when stdin closes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 
@@ -31,7 +32,9 @@ def start(cpus: int) -> str:
 
     for left in reversed(range(STARTS)):
         try:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="warning")
+            ray.init(
+                address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
+            )
             break
         except Exception as error:
             if "timed out during startup" not in str(error) or not left:
