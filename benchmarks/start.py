@@ -49,7 +49,7 @@ KINDS = {
     "runtime_env/agent": "Ray: runtime_env agent",
     "log_monitor.py": "Ray: log monitor",
     "autoscaler": "Ray: autoscaler",
-    "cluster/head.py": "Ray: head",
+    "cluster/head_process.py": "Ray: head",
     "wandb": "wandb",
     "ray::Rollout": "rollout worker",
     "ray::Learner": "learner rank",
