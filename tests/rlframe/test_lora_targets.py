@@ -72,7 +72,7 @@ def counted(folder, adapted):
 
 def test_stacked_experts_without_adapters_are_announced_with_their_share(folders):
     config = Config()
-    config.actor.lora, config.algorithm.advantage = LoraConfig(rank=2), "group_mean"
+    config.actor.lora, config.algorithm.advantage = LoraConfig(rank=2), "none"
     (sentence,) = check_sessions(config, folders["moe"])
     layers, experts = (counted(folders["moe"], part) for part in (r"self_attn\.[qkvo]_proj|mlp\.gate\.", r"mlp\.experts\."))
     assert f"actor: adapters on {counted(folders['moe'], r'[qkvo]_proj'):.1%} of the model's weights" in sentence

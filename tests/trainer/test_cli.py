@@ -95,7 +95,7 @@ def test_a_quantised_model_is_refused_before_anything_starts(capsys, tmp_path):
 def test_a_dry_run_shows_configuration_placement_and_memory_and_starts_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RLFRAME_CACHE", str(tmp_path / "cache"))
-    code, out, _ = run(capsys, "train", "algorithm=sao", "--dry-run", UNTRAINED, "steps=17")
+    code, out, _ = run(capsys, "train", "algorithm=sao", "--dry-run", UNTRAINED, "steps=17", "actor=full")
     assert code == 0
     configuration, placement, memory = (part.partition("\n")[2] for part in ("\n" + out).split("\n# ")[1:])
     (tmp_path / "shown.yaml").write_text(configuration)
@@ -103,7 +103,7 @@ def test_a_dry_run_shows_configuration_placement_and_memory_and_starts_nothing(c
     assert (config.steps, config.algorithm.policy_loss) == (17, "dis")
     assert "1 x learner" in placement and "1 x rollout" in placement
     assert "backbone 0" in placement and "critic_0" in placement
-    assert "critic: adapters on " in out and "actor: adapters" not in out  # the actor of this preset trains all weights
+    assert "critic: adapters on " in out and "actor: adapters" not in out  # actor=full trains all weights
     assert "all processes together" in memory
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "shown.yaml"}
     ray = sys.modules.get("ray")

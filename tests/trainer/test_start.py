@@ -109,7 +109,7 @@ def test_a_model_that_is_refused_takes_the_head_with_it(tmp_path):
     wait_for(lambda: not any(map(alive, seen)))
 
 
-LINES = r"run: tiny on arithmetic, .*|critic: adapters on .* of the model's weights\.|step [01]/1  .*"
+LINES = r"run: tiny on arithmetic, .*|(actor|critic): adapters on .* of the model's weights\.|step [01]/1  .*"
 """What a run of one step says."""
 
 
@@ -119,7 +119,7 @@ def test_the_console_has_the_lines_of_the_run_alone_and_a_file_those_of_ray(tmp_
     with driver(run_dir, "steps=1", RAY_AUTH_MODE=None, RAY_AUTH_TOKEN=None) as process:
         assert process.wait(timeout=PATIENCE_S) == 0, console(run_dir)
     lines = console(run_dir).splitlines()
-    assert len(lines) == 4 and all(re.fullmatch(LINES, line) for line in lines), lines
+    assert len(lines) == 5 and all(re.fullmatch(LINES, line) for line in lines), lines
     assert "authentication" in (run_dir / "logs" / "ray.log").read_text()
     assert re.search(r"gauges: http://\S+/metrics", (run_dir / "logs" / "controller.log").read_text())
 
