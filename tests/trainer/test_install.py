@@ -193,7 +193,7 @@ def test_a_bare_install_lists_and_says_which_extra_it_wants(bare):
     ):
         done = bare(*command)
         assert done.returncode == 2 and done.stdout == ""
-        sentence = r"rlframe: this command needs [\w-]+, which is not installed: pip install 'rlframe\[train\]'\.\n"
+        sentence = r"rlframe: this command needs [\w-]+, which is not installed: pip install 'rlframe\[(train|server)\]'\.\n"
         assert re.fullmatch(sentence, done.stderr)
 
 

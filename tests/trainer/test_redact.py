@@ -149,8 +149,8 @@ def test_a_planted_secret_is_nowhere_in_a_run_directory_wandbs_files_or_the_repo
     command = [
         "train", "model.build.warmup_steps=0", "rollout=torch", "steps=2", "batch_size=8", "eval.size=8", "run_dir=run",
         "log.wandb=offline", "checkpoint.every=1", "log.rollouts_every=1", "task=jsonl", "task.train=rows.jsonl",
-        "task.reward=judged:reward", f"rollout.engine_args={{nested: {{secret_key: {PLANTED}}}, auth_key: {PLANTED}}}",
-        f"rollout.engine_args.url=https://me:{PLANTED}@judge/v1",
+        "task.reward=judged:reward", f"task.template_args={{nested: {{secret_key: {PLANTED}}}, auth_key: {PLANTED}}}",
+        f"task.template_args.url=https://me:{PLANTED}@judge/v1",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     binary = [sys.executable, "-m", "trainer.cli.main"]

@@ -146,7 +146,8 @@ async def _serve(
         group = SessionGroup.launch(config, base.path, logs, pools["learner"])
         samplers = SamplerGroup.launch(config, base.path, logs, pools["rollout"])
         try:
-            await asyncio.wait_for(asyncio.gather(group.start(), samplers.start()), config.cluster.startup_timeout_s)
+            async with asyncio.timeout(config.cluster.startup_timeout_s):
+                await asyncio.gather(group.start(), samplers.start())
         except (StartFailed, WorkerLost) as error:
             raise RunFailed(str(error)) from None
         service = await make_service(config, base, keys, run_dir / "state", group, samplers)
