@@ -115,12 +115,14 @@ class Supervised:
             limit_s: longest time that an answer may take, seconds; None: ``rollout.timeout_s``.
 
         Raises:
-            WorkerLost: the actor is lost, before this call or by it.
+            WorkerLost: the actor is lost, before this call or by it, or it is being started again.
             Exception: what the method raised, if the engine lives.
         """
         limit = self._config.rollout.timeout_s if limit_s is None else limit_s
         if self.loss is not None:
             raise self.loss
+        if self.starting and method != "start":  # a call that was meant for the actor before it
+            raise self._replaced()
         actor = self._actor
         try:
             async with asyncio.timeout(limit):

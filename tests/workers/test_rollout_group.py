@@ -145,6 +145,7 @@ def test_a_prompt_that_takes_every_worker_down_is_given_up(path):
             reissued, given_up = await group.reissue(0)
             assert losses and (reissued, given_up) == ((1, []) if lost < MAX_LOSSES else (0, [5]))
             await group.workers[0].restart()
+            await group.update_weights(update_of(tiny_model(), lost), [0])
             await group.admit([0])
 
     with_group(path, use, workers=1)
@@ -246,3 +247,36 @@ def test_an_engine_that_cannot_start_says_why_and_is_not_started_again(path):
     with pytest.raises(StartFailed, match=sentence):
         asyncio.run(main())
     assert len(made) == 1
+
+
+def test_a_worker_that_came_back_during_a_sync_is_not_taken_for_one_that_has_the_weights(path):
+    """The first worker takes the weights and is lost while the second one still loads; its new actor has those of the base."""
+
+    async def use(group, actors):
+        update, may_load = update_of(perturbed(tiny_model(), 1), version=1), asyncio.Event()
+        load = actors[1].engine.load_weights
+
+        async def slow(update):
+            await may_load.wait()
+            return await load(update)
+
+        actors[1].engine.load_weights = slow
+        sync = asyncio.ensure_future(group.update_weights(update, [0, 1]))
+        while actors[0].engine.version != 1:
+            await asyncio.sleep(0.01)
+        group.workers[0].lose("its node is gone")
+        restart = asyncio.ensure_future(group.workers[0].restart())
+        await asyncio.sleep(0)
+        with pytest.raises(WorkerLost, match="Rollout worker 0 was replaced"):
+            await group.workers[0].call("probe", prompts_of(1)[0].tokens, 0)
+        await restart
+        may_load.set()
+        assert set(await sync) == {0, 1}
+        assert set(await group.probe(prompts_of(1)[0].tokens, 0, [0, 1])) == {1}
+        await group.admit([0, 1])
+        missed = group.up()
+        await group.update_weights(update, [0])
+        await group.admit([0])
+        return missed, group.up()
+
+    assert with_group(path, use) == ([1], [0, 1])

@@ -47,6 +47,8 @@ class RolloutGroup(SupervisedGroup):
         self._queue: dict[int, Prompt] = {}
         self._losses: Counter[int] = Counter()
         self._terms: tuple[Any, ...] = ()
+        self._synced: dict[int, int] = {}
+        """Restarts that a worker had had when it last took weights."""
 
     @classmethod
     def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> RolloutGroup:
@@ -158,8 +160,11 @@ class RolloutGroup(SupervisedGroup):
         order = list(workers)
 
         async def ask(place: int, i: int) -> list[tuple[int, str]]:
+            restarts = self.workers[i].restarts
             with contextlib.suppress(WorkerLost):
-                return [(i, await self.workers[i].call("update_weights", update, place, len(order)))]
+                checksum = await self.workers[i].call("update_weights", update, place, len(order))
+                self._synced[i] = restarts
+                return [(i, checksum)]
             return []
 
         answers = await asyncio.gather(*(ask(place, i) for place, i in enumerate(order)))
@@ -167,12 +172,16 @@ class RolloutGroup(SupervisedGroup):
 
     async def probe(self, tokens: np.ndarray, k: int, workers: Iterable[int]) -> dict[int, Completion]:
         """The log-probabilities of a fixed prompt on each of ``workers``, without those that are lost."""
-        return await self.each("probe", tokens, k, workers=workers)
+        return await self.each("probe", tokens, k, workers=self._current(workers))
 
     async def admit(self, workers: Iterable[int]) -> None:
         """Let prompts go to ``workers``, which were found to serve the current weights."""
-        await super().admit(workers)
+        await super().admit(self._current(workers))
         await self._send()
+
+    def _current(self, workers: Iterable[int]) -> list[int]:
+        """Those of ``workers`` whose actor was not started again since it took weights: a new one serves the base model's."""
+        return [i for i in workers if self.workers[i].restarts == self._synced.get(i, 0)]
 
     async def evaluate(self, prompts: list[Prompt], sampling: SamplingParams, wait: bool = True) -> Evaluation:
         """One episode of every prompt, spread over the workers; a share whose worker is lost goes to another one.
