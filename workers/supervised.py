@@ -87,10 +87,10 @@ class Supervised:
         self._actor = spawn(index)
         self.in_flight: dict[int, Any] = {}
         """Work that the actor has, by number; its load is how much that is."""
-        self.loss: WorkerLost | None = None
+        self.failure: WorkerLost | None = None
         """Why the actor is lost; None: it is not."""
         self.lost = asyncio.Event()
-        """Set while there is a loss."""
+        """Set while the actor is lost."""
         self.admitted = False
         """Whether it is known to serve the current weights, so that work may go to it."""
         self.progress = 0
@@ -119,8 +119,8 @@ class Supervised:
             Exception: what the method raised, if the engine lives.
         """
         limit = self._config.rollout.timeout_s if limit_s is None else limit_s
-        if self.loss is not None:
-            raise self.loss
+        if self.failure is not None:
+            raise self.failure
         actor = self._actor
         try:
             async with asyncio.timeout(limit):
@@ -137,12 +137,12 @@ class Supervised:
             raise self.lose(first_line(error), actor) from error
 
     async def _unless_lost(self, call: Awaitable[Any]) -> Any:
-        """The answer; a loss that another call finds ends the wait for it at once, whenever Ray hears of it."""
+        """The answer; a call that finds the actor lost ends the wait of all others at once, whenever Ray hears of it."""
         answer, lost = asyncio.ensure_future(call), asyncio.ensure_future(self.lost.wait())
         try:
             await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise self.loss or self._replaced()
+                raise self.failure or self._replaced()
             return answer.result()
         finally:
             answer.cancel()
@@ -152,13 +152,13 @@ class Supervised:
         return WorkerLost(f"{self.who} was replaced during a call.")
 
     def lose(self, reason: str, actor: Any = None, kind: Kind = Kind.WORKER_LOST) -> WorkerLost:
-        """Give the actor up and kill what is left of it; ``actor``: only if it is still this one. Returns the loss."""
-        if self.loss is None and actor in (None, self._actor):
-            self.loss = WorkerLost(f"{self.who} is lost: {reason.rstrip('.')}.", kind)
+        """Give the actor up and kill what is left of it; ``actor``: only if it is still this one. Returns the failure."""
+        if self.failure is None and actor in (None, self._actor):
+            self.failure = WorkerLost(f"{self.who} is lost: {reason.rstrip('.')}.", kind)
             self.admitted = False
             self.lost.set()
             self._kill(self._actor)
-        return self.loss or self._replaced()
+        return self.failure or self._replaced()
 
     async def start(self, log: str) -> None:
         """Start the engine for the first time.
@@ -182,7 +182,7 @@ class Supervised:
             WorkerLost: it did not start within ``cluster.startup_timeout_s``, or failed to.
         """
         self.restarts += 1
-        self._actor, self.loss, self.starting = self._spawn(self.index), None, True
+        self._actor, self.failure, self.starting = self._spawn(self.index), None, True
         self.lost.clear()
         try:
             await self.call("start", limit_s=self._config.cluster.startup_timeout_s)
@@ -239,7 +239,7 @@ class SupervisedGroup:
     async def admit(self, workers: Iterable[int]) -> None:
         """Let work go to ``workers``, which were found to serve the current weights."""
         for i in workers:
-            self.workers[i].admitted = self.workers[i].loss is None
+            self.workers[i].admitted = self.workers[i].failure is None
         self._changed.set()
 
     async def change(self) -> None:
@@ -258,22 +258,22 @@ class SupervisedGroup:
             say: hears before each attempt why the actor before it was lost.
 
         Returns:
-            None when it is back; otherwise its last loss, and it will not be started again.
+            None when it is back; otherwise the last failure, and it will not be started again.
         """
         place = self.workers[worker]
-        assert place.loss is not None
-        loss = place.loss
+        assert place.failure is not None
+        failure = place.failure
         while place.restarts_left > 0:
-            say(loss)
+            say(failure)
             try:
                 await place.restart()
                 await ready(worker)
                 return None
             except WorkerLost as again:
-                loss = again
+                failure = again
         place.gone = True
         self._changed.set()
-        return loss
+        return failure
 
     async def each(self, method: str, *args: Any, workers: Iterable[int]) -> dict[int, Any]:
         """The answers of those of ``workers`` that are not lost, before or by this call."""

@@ -143,8 +143,8 @@ class Controller:
         while True:
             try:
                 collected = await self.rollouts.collect(worker)
-            except WorkerLost as loss:
-                if not await lost_workers.bring_back(self, worker, loss):
+            except WorkerLost as failure:
+                if not await lost_workers.bring_back(self, worker, failure):
                     return
                 self.waits(f"collect_{worker}", "a rollout to finish")
                 continue

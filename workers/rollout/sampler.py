@@ -211,8 +211,8 @@ class SamplerGroup(SupervisedGroup):
         async def ready(i: int) -> None:
             await self.admit([i])
 
-        def say(loss: WorkerLost) -> None:
-            logger.warning("%s It is started again; its requests go to other samplers.", loss)
+        def say(failure: WorkerLost) -> None:
+            logger.warning("%s It is started again; its requests go to other samplers.", failure)
 
         while True:
             try:
