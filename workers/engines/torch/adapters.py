@@ -57,9 +57,9 @@ class TorchAdapterEngine(TorchEngine):
         logprobs = torch.log_softmax(logits[:-1], -1)
         top = torch.topk(logprobs, min(request.top_k, self._vocabulary))
         scores = PromptScores(
-            logprobs=_below_nothing(logprobs.gather(1, ids[1:, None])[:, 0]),
+            logprobs=_with_unscored_first_token(logprobs.gather(1, ids[1:, None])[:, 0]),
             top_ids=np.concatenate([np.zeros((1, top.indices.shape[1])), top.indices.cpu().numpy()]).astype(np.int32),
-            top_logprobs=_below_nothing(top.values),
+            top_logprobs=_with_unscored_first_token(top.values),
         )
         if request.targets is not None:
             wanted = torch.tensor(request.targets, device=self._device)
@@ -105,7 +105,7 @@ class TorchAdapterEngine(TorchEngine):
         return adapter
 
 
-def _below_nothing(rows: Tensor) -> np.ndarray:
+def _with_unscored_first_token(rows: Tensor) -> np.ndarray:
     """``rows`` with a row of NaN before them: nothing predicts the first token."""
     return torch.cat([rows.new_full((1, *rows.shape[1:]), torch.nan), rows]).cpu().numpy()
 
