@@ -54,7 +54,7 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
         RayConfig.initialize("")  # reads the environment again: a new head may want a token, by Ray's own choice
         ray.init(address=address, **common)
         return
-    _knock(address)
+    _check_reachable(address)
     try:
         ray.init(address=address, **common)
     except AuthenticationError:
@@ -86,7 +86,7 @@ def _log_to(log: Path) -> None:
     logging.getLogger("ray").handlers[:] = [handler]
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Fail at once where nothing listens; Ray itself would try for a long time."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
