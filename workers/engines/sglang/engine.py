@@ -110,7 +110,7 @@ class SGLangEngine:
         self._adapter: str | None = None
         self._process: ServerProcess | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._farewells: set[asyncio.Task] = set()
+        self._abort_tasks: set[asyncio.Task] = set()
 
     async def start(self) -> None:
         """Start the server, or find the one at the address, and wait until it answers; after a failure none is left."""
@@ -179,18 +179,18 @@ class SGLangEngine:
             answer = await self._call("/generate", generate_body(request_id, tokens, params, k, adapter))
         except asyncio.CancelledError:
             task = asyncio.create_task(self._call("/abort_request", {"rid": request_id}))
-            self._farewells.add(task)
-            task.add_done_callback(self._forget)
+            self._abort_tasks.add(task)
+            task.add_done_callback(self._abort_done)
             raise
         except ValueError:
             if adapter == self._adapter:
                 raise
-            # It waited at the door while its adapter was replaced; nothing has been sampled.
+            # It was still queued when its adapter was replaced; nothing has been sampled.
             return await self._sample(tokens, params, k)
         return completion_of(answer, k)
 
-    def _forget(self, task: asyncio.Task) -> None:
-        self._farewells.discard(task)
+    def _abort_done(self, task: asyncio.Task) -> None:
+        self._abort_tasks.discard(task)
         if not task.cancelled():
             task.exception()
 
@@ -266,7 +266,7 @@ class SGLangEngine:
 
     async def close(self) -> None:
         """End the server, if it is ours, and the connection."""
-        for task in self._farewells:
+        for task in self._abort_tasks:
             task.cancel()
         if self._session is not None:
             await self._session.close()
