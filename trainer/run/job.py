@@ -265,7 +265,10 @@ async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: 
     if serves_other_weights(config.rollout):
         (run_dir / "logs" / "evaluation").mkdir(exist_ok=True)
         evaluators = RolloutGroup.launch(
-            evaluator_config(config), inputs.model_path, f"{logs}/evaluation", pools["rollout"].behind(config.rollout.workers)
+            evaluator_config(config),
+            inputs.model_path,
+            f"{logs}/evaluation",
+            pools["rollout"].starting_at(config.rollout.workers),
         )
     learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"], critic_names(config))
     limit = config.cluster.startup_timeout_s
