@@ -18,7 +18,7 @@ from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
 from rlframe.config import ConfigError
-from trainer.cluster.head import Head, heads
+from trainer.cluster.head import RayHead, heads
 from trainer.cluster.head_process import SETTINGS
 from trainer.cluster.placement import Placement
 from workers.pools import Pool, reserve
@@ -36,7 +36,7 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
 
     Raises:
         ConfigError: no cluster answers there, or it refuses us.
-        HeadFailed: no local head starts.
+        RayHeadFailed: no local head starts.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -45,7 +45,7 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
         _log_to(log)
     common: dict[str, Any] = {"log_to_driver": False, "configure_logging": log is None, "logging_level": "warning"}
     if address is None:
-        head = heads[0] if heads else Head(placement.cpus)
+        head = heads[0] if heads else RayHead(placement.cpus)
         heads[:] = [head]
         address, environment = head.address()
         if log is not None:

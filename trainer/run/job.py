@@ -25,7 +25,7 @@ from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
 from trainer.cluster.folders import check_run_dir, new_run_dir
-from trainer.cluster.head import HeadFailed, head_ahead
+from trainer.cluster.head import RayHeadFailed, prestarted_head
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
 from trainer.cluster.ray_cluster import reserve_pools, start_ray, stopping_ray
@@ -119,7 +119,7 @@ def resume(run: str, overrides: list[str]) -> Path:
                 print(f"{run_dir} has done all its steps={config.steps}; give a larger number to go on.")
                 return run_dir
         check_machine(config)
-        with head_ahead(plan(config)):
+        with prestarted_head(plan(config)):
             inputs = read_inputs(config, checkpoint is not None and recovery.held_out_by_tokens(checkpoint))
             if checkpoint is not None:
                 recovery.check_prompts(checkpoint, inputs.stream)
@@ -210,7 +210,7 @@ def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | No
         tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         asyncio.run(work(config, inputs, run_dir, checkpoint, restarts, tracker, pools))
-    except HeadFailed as error:
+    except RayHeadFailed as error:
         raise RunFailed(str(error)) from None
     except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
         raise KeyboardInterrupt from None
