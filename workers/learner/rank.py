@@ -12,9 +12,9 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from workers.process import find_modules_in, quick_imports, redirect_output
+from workers.process import find_modules_in, redirect_output, without_garbage_collection
 
-with quick_imports():
+with without_garbage_collection():
     import numpy as np
     import psutil
     import torch

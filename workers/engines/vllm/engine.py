@@ -24,7 +24,7 @@ from workers.engines.protocol import Completion, EngineDeadError, PauseMode, Sam
 from workers.engines.torch.engine import check_request
 from workers.engines.vllm import nccl
 from workers.engines.vllm.weight_memory import WeightMemory
-from workers.process import quick_imports
+from workers.process import without_garbage_collection
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class VLLMEngine:
         for name, value in _environment(on_cpu, self._threads).items():
             os.environ.setdefault(name, value)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
-        with quick_imports():
+        with without_garbage_collection():
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
