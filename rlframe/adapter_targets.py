@@ -24,7 +24,7 @@ _TOKENS = 48
 """Enough for every expert of a copy to get some."""
 
 
-def unfit(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+def unsupported_layers(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """The layers that no adapter can be added to, and why: the end of a sentence that starts with the layer's name.
 
     Args:
