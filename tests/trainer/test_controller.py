@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.support.faulty_workers import Deaf
+from tests.support.faulty_workers import IgnoresNewWeights
 from tests.support.kill_points import numbers, trained
 from tests.support.local_run import run
 from trainer.run import recovery
@@ -167,7 +167,7 @@ def test_every_version_reaches_the_sampler_as_flat_arrays_and_is_told_by_its_che
 @pytest.mark.parametrize("mode", ["merged", "adapter"])
 def test_an_adapter_that_never_reaches_the_sampler_ends_the_run(tmp_path, mode):
     with pytest.raises(ExceptionGroup) as failure:
-        run(tmp_path, "actor=lora", f"rollout.weight_sync={mode}", worker=Deaf)
+        run(tmp_path, "actor=lora", f"rollout.weight_sync={mode}", worker=IgnoresNewWeights)
     assert "serves weights with checksum" in str(failure.value.exceptions[0]) and "version 1" in str(
         failure.value.exceptions[0]
     )

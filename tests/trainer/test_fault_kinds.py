@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import faults as fault_support
 from tests.support.checkpoints import save
-from tests.support.faulty_workers import Deaf
+from tests.support.faulty_workers import IgnoresNewWeights
 from tests.support.kill_points import numbers
 from tests.support.local_run import run
 from trainer.run import attempts
@@ -174,7 +174,7 @@ def test_held_out_episodes_that_fail_are_left_out_up_to_a_share(tmp_path):
 @pytest.mark.slow
 def test_weights_that_do_not_arrive_end_the_run_with_the_actor_s_saved(tmp_path):
     with pytest.raises(RunFailed, match=r"serves weights with checksum .* continues after step 1\.$"):
-        run(tmp_path / "cut", *BREAKING, worker=Deaf, conclusion=True)
+        run(tmp_path / "cut", *BREAKING, worker=IgnoresNewWeights, conclusion=True)
     resumed, whole = run(tmp_path / "cut", *BREAKING, resume=True), run(tmp_path / "whole", *BREAKING)
     assert numbers(resumed)[2] == numbers(whole)[2]
 
