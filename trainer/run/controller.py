@@ -144,7 +144,7 @@ class Controller:
             try:
                 collected = await self.rollouts.collect(worker)
             except WorkerLost as failure:
-                if not await lost_workers.bring_back(self, worker, failure):
+                if not await lost_workers.replace(self, worker, failure):
                     return
                 self.waits(f"collect_{worker}", "a rollout to finish")
                 continue

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainer.run.controller import Controller
 
 
-async def bring_back(run: Controller, worker: int, failure: WorkerLost) -> bool:
+async def replace(run: Controller, worker: int, failure: WorkerLost) -> bool:
     """Re-issue the prompts of a lost worker, start it again, and let prompts go to it when it serves the current weights.
 
     Args:
@@ -45,7 +45,7 @@ async def bring_back(run: Controller, worker: int, failure: WorkerLost) -> bool:
         async with run.policy:
             await run.sync_weights([worker])
 
-    last = await run.rollouts.bring_back(worker, ready, say)
+    last = await run.rollouts.restart_until_ready(worker, ready, say)
     if last is None:
         return True
     limit = f"rollout.max_restarts={run.config.rollout.max_restarts}"

@@ -224,7 +224,7 @@ class SamplerGroup(SupervisedGroup):
                 pass
             except Exception as error:
                 worker.lose(f"it is not healthy: {describe(error)}")
-            last = await self.bring_back(worker.index, ready, say)
+            last = await self.restart_until_ready(worker.index, ready, say)
             if last is not None:
                 logger.error("%s It has used up rollout.max_restarts=%d.", last, self.config.rollout.max_restarts)
                 return
