@@ -29,7 +29,7 @@ class BackbonePlan:
 
 
 @dataclass(frozen=True)
-class Group:
+class ActorGroup:
     """Ray actors of one kind."""
 
     name: str
@@ -59,7 +59,7 @@ class Group:
 class Placement:
     """What a job asks of Ray."""
 
-    groups: tuple[Group, Group]
+    groups: tuple[ActorGroup, ActorGroup]
     """Learner, then rollout (the engine for evaluation last, if it is one of its own)."""
     backbones: tuple[BackbonePlan, ...]
     """Copies of the base model in the learner; the actor's first."""
@@ -162,8 +162,8 @@ def plan(config: Config) -> Placement:
         engines, engines_key = engines + 1, "one for evaluation + rollout.workers"
     placement = Placement(
         groups=(
-            Group("learner", actor.ranks, actor.cpus, actor.gpus, "actor.ranks", "PACK"),
-            Group("rollout", engines, rollout.cpus, rollout.gpus, engines_key, "SPREAD"),
+            ActorGroup("learner", actor.ranks, actor.cpus, actor.gpus, "actor.ranks", "PACK"),
+            ActorGroup("rollout", engines, rollout.cpus, rollout.gpus, engines_key, "SPREAD"),
         ),
         backbones=_backbones(config),
         address=cluster_address(config),
