@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rlframe.columns import Column, Per, TokenBatch
-from rlframe.heads import MASS_TOLERANCE, head_fault
+from rlframe.topk import MASS_TOLERANCE, topk_fault
 
 Finish = Literal["stop", "length", "abort", "error"]
 FINISHES: tuple[str, ...] = get_args(Finish)
@@ -122,7 +122,7 @@ def _check_trajectory(t: Trajectory) -> None:
         raise ValueError(f"{t.name}: logprobs has a positive value ({actions.max():.4g}) on an action token.")
     if t.head_ids.shape[1] and len(actions):
         rows = np.flatnonzero(t.action_mask)
-        fault = head_fault(t.tokens[rows], actions, t.head_ids[rows], t.head_logprobs[rows])
+        fault = topk_fault(t.tokens[rows], actions, t.head_ids[rows], t.head_logprobs[rows])
         if fault:
             raise ValueError(f"{t.name}: action token {rows[fault[0]]} {fault[1]}.")
     if not np.isfinite(t.rewards).all():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlframe.columns import TokenBatch
-from rlframe.heads import MASS_TOLERANCE
+from rlframe.topk import MASS_TOLERANCE
 from rlframe.types import Batch
 
 

@@ -15,7 +15,7 @@ MASS_TOLERANCE = 1e-4
 """How far probabilities may exceed 1 by rounding."""
 
 
-def head_fault(
+def topk_fault(
     tokens: np.ndarray,
     logprobs: np.ndarray,
     head_ids: np.ndarray,
