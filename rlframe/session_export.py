@@ -127,7 +127,7 @@ def _export_merged(session: Session, directory: Path) -> None:
             trained = ({name: t.cpu() for name, t in backbone.checkpoint_names(group).items()} for group in groups)
             write_folder(backbone.path, directory, chain(trained, [backbone.stored_buffers()]))
 
-    def write_and_go_on() -> None:
+    def write_and_continue() -> None:
         try:
             write()
         finally:
@@ -135,4 +135,4 @@ def _export_merged(session: Session, directory: Path) -> None:
             for _ in groups:
                 pass
 
-    backbone.ranks.together(write_and_go_on)
+    backbone.ranks.together(write_and_continue)
