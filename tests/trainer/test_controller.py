@@ -62,7 +62,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(tmp_path, actor):
 
 
 @pytest.mark.slow
-def test_an_advantage_of_ones_own_goes_on_from_its_state(tmp_path, monkeypatch):
+def test_an_advantage_of_the_users_own_resumes_from_its_state(tmp_path, monkeypatch):
     """Its baseline is the number of batches that it has seen, so a forgotten state shows in every number after a resume."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "counting_advantages.py").write_text(
@@ -115,7 +115,7 @@ def test_asynchronous_resume_trains_every_prompt_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_a_smaller_buffer_inside_the_smaller_bound(tmp_path):
+def test_a_run_resumes_with_a_smaller_buffer_inside_the_smaller_bound(tmp_path):
     """What does not fit is sampled again, also by an attempt after that; each prompt is trained on once, or still held."""
     common = ["checkpoint.every=1", "log.rollouts_every=1", "log.rollouts_count=8"]
     smaller = ["max_staleness=1", "batch_size=4", "reorder_window=2"]

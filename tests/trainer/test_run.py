@@ -120,7 +120,7 @@ def test_a_tiny_run_on_vllm_ray_and_fsdp2(vllm_run):
     assert list((run_dir / "wandb").glob("offline-run-*"))
 
 
-def test_resume_goes_on_at_the_next_step_in_the_same_wandb_run(vllm_run):
+def test_resume_continues_at_the_next_step_in_the_same_wandb_run(vllm_run):
     run_dir, before, _, (console, _) = vllm_run
     rows = metrics(run_dir)
     assert [row["step"] for row in rows] == list(range(len(rows)))

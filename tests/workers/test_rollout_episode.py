@@ -93,7 +93,7 @@ def test_a_prompt_that_leaves_no_room_is_an_error_with_both_numbers(path):
         run(path, prompts_of(1)[0], max_model_len=4)
 
 
-def test_an_aborted_turn_goes_on_within_its_budget_and_its_arrays_keep_step(path):
+def test_an_aborted_turn_continues_within_its_budget_and_its_arrays_keep_step(path):
     engine, prompt, new = TorchEngine(path, max_model_len=MAX_MODEL_LEN), prompts_of(1)[0].tokens, perturbed(BASE, 1)
     params = SamplingParams(max_new_tokens=60, logprobs=4, seed=5)
 
