@@ -86,7 +86,7 @@ class TokenBatch:
         """``columns``: those that the batch has; None is none.
 
         Raises:
-            TypeError: a column that nobody declares.
+            TypeError: a column that is not declared.
         """
         self.offsets, self.extras = offsets, dict(extras or {})
         self.columns = {name: column for name, column in columns.items() if column is not None}

@@ -33,7 +33,7 @@ class Estimator(Protocol):
     def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Advantages and returns, float32[N] each, 0 off the mask.
 
-        A trajectory that was cut (``finish`` is ``length``) would have gone on: ``batch.bootstrap`` is V after its last token.
+        A trajectory that was cut (``finish`` is ``length``) is bootstrapped from ``batch.bootstrap``, V after its last token.
         Ray gives read-only arrays, so nothing may write into the batch's.
         """
         ...

@@ -28,7 +28,7 @@ class RunningMean(Estimator):
         """Sum of their weights; dividing by it removes the bias toward 0 of the first batches."""
 
     def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """See `Estimator`."""
+        """Advantages and returns, float32[N] each; updates the running mean with this batch."""
         rewards = total_rewards(batch)
         return per_token(batch, rewards - self.baseline(rewards)), per_token(batch, rewards)
 

@@ -427,7 +427,7 @@ def samplers_get_what_the_checksum_says(mesh: DeviceMesh, models: dict[str, str]
 
 
 def files_that_fail_on_one_rank_fail_on_all(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
-    """Rank 0 alone writes exports and alone misses a file here; afterwards the session goes on."""
+    """Rank 0 alone writes exports and alone misses a file here; afterwards the session continues."""
     batch = make_batch()
     backbone = load(models["untied"], mesh)
     session = backbone.create_session("a", spec())

@@ -1,4 +1,4 @@
-"""The whole method on the reference sampler: every preset trains, runs repeat to the bit, a resumed run goes on."""
+"""The whole method on the reference sampler: every preset trains, runs repeat bit for bit, a resumed run continues."""
 
 import math
 import pickle

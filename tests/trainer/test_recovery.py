@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a damaged one is never used, training goes on beside the writing, rules say which ones stay."""
+"""Checkpoints on disk: a damaged one is never used, training continues beside the writing, rules say which ones stay."""
 
 import asyncio
 import json

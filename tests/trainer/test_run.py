@@ -149,7 +149,7 @@ def test_a_killed_engine_and_one_that_hangs_come_back_under_the_weights_of_the_a
 
 
 def test_sigterm_and_ctrl_c_save_and_leave_no_process_behind(vllm_run):
-    """Of the engine that was stopped neither. That SIGTERM saved is seen by the resume, which goes on at the next step."""
+    """Of the engine that was stopped neither. That SIGTERM saved is seen by the resume, which continues at the next step."""
     run_dir, _, (_, first), (_, second) = vllm_run
     assert (run_dir / "checkpoints" / "LATEST").read_text().strip() == f"step_{metrics(run_dir)[-1]['step']:06d}"
     assert len(first) > 5 and len(second) > len(first)

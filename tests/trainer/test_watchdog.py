@@ -1,4 +1,4 @@
-"""A run that cannot go on says why, in one sentence, and ends."""
+"""A run that cannot continue says why, in one sentence, and ends."""
 
 import asyncio
 import re

@@ -108,7 +108,7 @@ heads: list[RayHead] = []
 def prestarted_head(placement: Placement) -> Iterator[None]:
     """Start the local head of ``placement``, if it wants one, beside what the driver does before it needs Ray.
 
-    A head that nobody took over is gone afterwards.
+    A head that was not taken over is ended afterwards.
     """
     if placement.address is None:
         heads.append(RayHead(placement.cpus))

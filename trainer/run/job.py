@@ -73,7 +73,7 @@ def train(config: Config) -> Path:
 
     Raises:
         ConfigError: a setting is refused, or the run directory holds another run.
-        RunFailed: the run cannot go on.
+        RunFailed: the run cannot continue.
     """
     check(config)
     run_dir = new_run_dir(config.run_dir)
@@ -97,7 +97,7 @@ def resume(run: str, overrides: list[str]) -> Path:
 
     Raises:
         ConfigError: a setting is refused, or differs from the checkpoint's and must not.
-        RunFailed: the run cannot go on, or no checkpoint can be used.
+        RunFailed: the run cannot continue, or no checkpoint can be used.
     """
     check_run_dir(run)
     run_dir = Path(run).absolute()
@@ -116,7 +116,7 @@ def resume(run: str, overrides: list[str]) -> Path:
             for line in config_changes.changes(load_yaml(checkpoint / "config.yaml"), config):
                 print(f"changed since {checkpoint.name}: {line}")
             if step_of(checkpoint) >= config.steps:
-                print(f"{run_dir} has done all its steps={config.steps}; give a larger number to go on.")
+                print(f"{run_dir} has done all its steps={config.steps}; give a larger number to continue.")
                 return run_dir
         check_machine(config)
         with prestarted_head(plan(config)):

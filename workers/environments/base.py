@@ -4,7 +4,7 @@ Tokens in, tokens out: an environment gives a rendered prompt, takes the sampled
 and the tokens that come before the next turn. Nothing here knows an engine, Ray or a learner.
 
 What an episode answers is checked in `workers.rollout.episode`. Whatever is unusable costs this rollout alone, which is left
-out and counted as a fault; the run goes on until too many in a row fail (`trainer.run.faults`):
+out and counted as a fault; the run continues until too many in a row fail (`trainer.run.faults`):
 
 - a reward that is no finite float32: as ``task.on_reward_failure`` says (``raise`` ends the run, ``drop`` is fault ``reward``,
   ``zero`` counts 0); one that is no number at all is fault ``environment``;

@@ -105,7 +105,7 @@ class LearnerGroup:
         await self._all("snapshot")
 
     async def write(self, directory: str) -> dict[str, Entry]:
-        """Every rank writes its copy under ``directory`` (a path that all ranks and the driver share) while training goes on.
+        """Every rank writes its copy under ``directory`` (a path that all ranks and the driver share) while training continues.
 
         Returns:
             Size and hash of every file, by its path inside ``directory``.

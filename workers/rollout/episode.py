@@ -1,7 +1,7 @@
 """One episode: the policy and an environment take turns, token by token, until one of them ends it.
 
 Tokens in, tokens out: what the engine sampled is what the trajectory holds and what the next turn continues. Scheduling many
-episodes, time limits and failures are the worker's business (`workers.rollout.worker`).
+episodes, time limits and failures are handled by the worker (`workers.rollout.worker`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Rows:
 
 
 async def sample_turn(engine: Engine, tokens: np.ndarray, params: SamplingParams) -> Completion:
-    """Sample one turn; a request that an update of the weights aborted goes on from where it was.
+    """Sample one turn; a request that an update of the weights aborted continues from where it was.
 
     The budget is one for all parts: what was sampled before an abort counts (``max_new_tokens`` of the whole turn).
     """

@@ -94,7 +94,7 @@ class SamplerWorker:
 
 
 class NoSampler(RuntimeError):
-    """A request cannot be answered by any sampler; the message is one sentence for whoever sent it."""
+    """A request cannot be answered by any sampler; the message is one sentence for the client."""
 
 
 class SamplerGroup(SupervisedGroup):
@@ -153,7 +153,7 @@ class SamplerGroup(SupervisedGroup):
         return await self._on_one(count, "sample", tokens, params, count, adapter)
 
     async def score(self, tokens: np.ndarray, request: ScoreRequest, adapter: ServedAdapter | None) -> PromptScores:
-        """See `SamplerWorker.score`; raises as `sample` does."""
+        """Score a prompt on one sampler; raises as `sample` does."""
         return await self._on_one(1, "score", tokens, request, adapter)
 
     async def forget(self, adapter: ServedAdapter) -> None:

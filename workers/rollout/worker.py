@@ -173,10 +173,10 @@ class RolloutWorker:
         return self._progress
 
     async def update_weights(self, update: WeightUpdate, place: int = 0, places: int = 1) -> str:
-        """Pause, load, go on; returns the engine's checksum of what it now serves.
+        """Pause, load, continue; returns the engine's checksum of what it now serves.
 
         This is number ``place`` of the ``places`` workers that get the update together.
-        After a failure the engine stays paused: nothing is sampled from weights that nobody knows.
+        After a failure the engine stays paused: nothing is sampled from weights of an unknown state.
 
         Raises:
             EngineDeadError: the update took longer than ``rollout.timeout_s``, or the engine died.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "go on with a run"
+HELP = "resume a run"
 DESCRIPTION = "Go on from the newest good checkpoint of a run."
 
 

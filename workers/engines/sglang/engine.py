@@ -198,7 +198,7 @@ class SGLangEngine:
         """Serve ``update`` from now on; see `workers.engines.protocol.Engine.load_weights`.
 
         Raises:
-            RuntimeError: also when requests that are kept in flight would go on under another adapter; SGLang leaves each
+            RuntimeError: also when requests that are kept in flight would continue under another adapter; SGLang leaves each
                 request the adapter that it started with.
         """
         if self._paused is None:
@@ -305,7 +305,7 @@ class SGLangEngine:
 
 
 def _check_end(completion: Completion, params: SamplingParams) -> None:
-    """Refuse an end that nobody asked for.
+    """Refuse an end that was not requested.
 
     Raises:
         RuntimeError: the model's own end token ended the request, or the server cut its budget.

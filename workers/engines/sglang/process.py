@@ -91,7 +91,7 @@ def cpu_arguments(config: PretrainedConfig, itemsize: int, max_model_len: int) -
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """A TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]

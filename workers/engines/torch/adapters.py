@@ -41,7 +41,7 @@ class TorchAdapterEngine(TorchEngine):
         self._max_loras = max_loras
 
     async def sample(self, tokens: np.ndarray, params: SamplingParams, adapter: ServedAdapter | None) -> Completion:
-        """See `AdapterEngine.sample`."""
+        """Sample one completion under an adapter, token by token."""
         CURRENT.set(adapter)
         return await self.generate(tokens, params)
 
@@ -50,7 +50,7 @@ class TorchAdapterEngine(TorchEngine):
             super()._step(request, params)
 
     async def score(self, tokens: np.ndarray, request: ScoreRequest, adapter: ServedAdapter | None) -> PromptScores:
-        """See `AdapterEngine.score`."""
+        """Score a prompt under an adapter in one forward pass."""
         with self._under(adapter), torch.inference_mode():
             ids = torch.from_numpy(np.asarray(tokens, np.int64)).to(self._device)
             logits = self._model.module(input_ids=ids[None], use_cache=False).logits[0].float()
@@ -70,7 +70,7 @@ class TorchAdapterEngine(TorchEngine):
         return scores
 
     async def forget(self, adapter: ServedAdapter) -> None:
-        """See `AdapterEngine.forget`."""
+        """Drop an adapter from memory."""
         if held := self._held.pop(adapter.key, None):
             self._adapters.delete(held)
 

@@ -1,4 +1,4 @@
-"""The reference sampler: transformers, one request at a time, the same numbers to the bit whatever else runs.
+"""The reference sampler: transformers, one request at a time, bit-identical numbers whatever else runs.
 
 Every request is its own batch of one with its own cache and its own random generator, so neither the order of arrival nor
 the number of neighbours can change what it samples. For tests, exactness checks and machines without vLLM; speed is no goal.

@@ -28,7 +28,7 @@ from workers.engines.vllm.weight_memory import mapped
 from workers.engines.weights import DTYPES
 
 ADAPTER_ID = 1
-"""The one adapter slot: requests in flight keep their id, so they go on under the weights that replace it."""
+"""The one adapter slot: requests in flight keep their id, so they continue under the weights that replace it."""
 
 TensorSpec = tuple[str, list[int]]
 """Name and shape of one tensor in a blob."""
