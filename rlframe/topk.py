@@ -1,4 +1,4 @@
-"""What makes a sampler's top-k head believable. Plain arrays in, one fault out; who refuses it lives elsewhere.
+"""Consistency checks of a sampler's top-k head. Takes plain arrays and returns one fault; callers raise the error.
 
 The sampled token and its head come from one distribution, which gives a check of alignment for free: if the token is in the
 head, both log-probabilities are the same number, and if it is not, it cannot be likelier than what the head holds. A head that

@@ -82,7 +82,7 @@ def check_vocabulary(batch: TokenBatch, size: int, *, context: bool = False) -> 
 
 
 def check_logprobs(batch: Batch) -> None:
-    """Refuse log-probabilities of action tokens that are none.
+    """Refuse invalid log-probabilities of action tokens.
 
     Raises:
         ValueError: one is not finite, or above 0 by more than rounding.

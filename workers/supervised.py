@@ -2,8 +2,9 @@
 
 An actor is lost when its process or its node is gone, when its engine is dead, or when it does not answer within the time
 limit of a call. It is then killed, so that nothing more can come from it, and gets no work until
-`SupervisedGroup.restart_until_ready` has replaced it, wherever the cluster has room, and its replacement is admitted. Which work goes where, and what
-becomes of the work of a lost actor, is decided in `workers.rollout.group` (prompts) and `workers.rollout.sampler` (requests).
+`SupervisedGroup.restart_until_ready` has replaced it, wherever the cluster has room, and its replacement is admitted. Which
+work goes where, and what becomes of the work of a lost actor, is decided in `workers.rollout.group` (prompts) and
+`workers.rollout.sampler` (requests).
 """
 
 from __future__ import annotations

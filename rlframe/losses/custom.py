@@ -1,4 +1,4 @@
-"""A policy loss of the user's own, ``algorithm.policy_loss=module:Class``: found, tried on six tokens, and made to fit.
+"""A custom policy loss, ``algorithm.policy_loss=module:Class``: validated on six tokens and adapted to the fused pass.
 
 The class is called as `rlframe.losses.base.TokenLoss` is, or with ``level = "sequence"`` as `SequenceLoss`. It may return the
 loss of every token alone: the slopes are then autograd's, so what is detached is a constant.
@@ -20,7 +20,7 @@ from rlframe.losses.sequences import Sequences
 
 
 def checked_loss(loss: Any, path: str) -> TokenLoss | SequenceLoss:
-    """``loss`` as the fused pass calls it, once it has stood a trial.
+    """``loss`` adapted to the fused pass, after it has passed a trial on six tokens.
 
     Raises:
         ConfigError: it fails, its shapes or dtypes are wrong, a number is not finite, a slope is not the derivative of the

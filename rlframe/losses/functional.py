@@ -1,4 +1,4 @@
-"""Tensors in, loss out: the losses for people with a trainer of their own, without `Batch` or sessions.
+"""Tensors in, loss out: the losses for other trainers, without `Batch` or sessions.
 
 All tensors hold action tokens only, concatenated. From padded hidden states [B, T, H] of tokens [B, T] with mask [B, T], the
 states that produced the action tokens are ``hidden[:, :-1][mask[:, 1:]]`` and the tokens ``tokens[:, 1:][mask[:, 1:]]``.

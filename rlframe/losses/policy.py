@@ -1,6 +1,6 @@
 """The policy loss over a `Batch`, as sessions run it; `rlframe.losses.functional` is the same for plain tensors.
 
-What it computes is put together in `rlframe.losses.objective`, and how in `rlframe.losses.fused`.
+See `rlframe.losses.objective` for what it computes and `rlframe.losses.fused` for how.
 """
 
 from __future__ import annotations

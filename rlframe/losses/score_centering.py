@@ -64,7 +64,7 @@ def center(rule: WeightRule, trainer_logprobs: Tensor, sampler_logprobs: Tensor)
 def check_topk(batch: Batch, rows: np.ndarray) -> None:
     """Refuse heads that cannot be the sampler's top-k of the action tokens ``rows``.
 
-    A head that is shifted by one row betrays itself: the sampled token's log-probability in the head differs from its own, or
+    A head that is shifted by one row is detectable: the sampled token's log-probability in the head differs from its own, or
     the token is missing from the head although it is likelier than what the head holds.
 
     Raises:

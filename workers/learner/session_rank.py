@@ -1,6 +1,7 @@
 """A learner rank that hosts sessions by name instead of the roles of a run: what the HTTP server drives.
 
-Methods mirror `rlframe.sessions`. The server (`trainer.server`) keeps track of who owns a session and orders the calls. Every rank is called with the same arguments in the same order.
+Methods mirror `rlframe.sessions`. The server (`trainer.server`) keeps track of who owns a session and orders the calls. Every
+rank is called with the same arguments in the same order.
 """
 
 from __future__ import annotations

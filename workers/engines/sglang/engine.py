@@ -1,8 +1,8 @@
 """The SGLang engine: a server of our own in a child process, or one at an address, behind our protocol.
 
 Requests travel as JSON (`workers.engines.sglang.wire`), weights as safetensors through a folder that both sides see: no pickle
-is written or read. What differs in the server from SGLang's own is in `workers.engines.sglang.server`; the child process is in
-`workers.engines.sglang.process`.
+is written or read. See `workers.engines.sglang.server` for how the server differs from SGLang's own and
+`workers.engines.sglang.process` for the child process.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class SGLangEngine:
             ) from error
 
     async def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the server answers to a POST of ``body``, or to a GET where there is none."""
+        """The server's answer to a POST of ``body``, or without one to a GET."""
         try:
             method = "GET" if body is None else "POST"
             async with self._running().request(method, path, json=body) as answer:
@@ -305,7 +305,7 @@ class SGLangEngine:
 
 
 def _check_end(completion: Completion, params: SamplingParams) -> None:
-    """Refuse an end that was not requested.
+    """Refuse a finish reason that was not requested.
 
     Raises:
         RuntimeError: the model's own end token ended the request, or the server cut its budget.

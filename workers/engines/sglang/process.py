@@ -1,6 +1,6 @@
 """The SGLang server that a rollout worker owns: started, watched and ended here.
 
-What it is asked lives in `workers.engines.sglang.engine`, what runs in it in `workers.engines.sglang.server`.
+The client is `workers.engines.sglang.engine`; the process runs `workers.engines.sglang.server`.
 """
 
 from __future__ import annotations

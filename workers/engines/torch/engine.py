@@ -172,7 +172,7 @@ class TorchEngine:
             raise EngineDeadError("The torch engine is closed.")
 
     async def close(self) -> None:
-        """Let go of the model; requests in flight raise."""
+        """Release the model; requests in flight raise."""
         self._closed = True
         await self._notify()
 

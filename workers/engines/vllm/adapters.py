@@ -1,4 +1,4 @@
-"""vLLM with many runtime adapters: every request names its own, vLLM reads the folder and batches them together.
+"""vLLM with many runtime adapters: every request names its own; vLLM reads the folder and batches them together.
 
 The engine itself is `workers.engines.vllm.engine`. An adapter's integer id is never given to another one, so that neither the
 prefix cache nor a slot can mix two versions up.

@@ -1,8 +1,8 @@
 """The vLLM engine: AsyncLLM behind our protocol, on CPUs and GPUs.
 
-The engine core is a child process; this side turns requests into vLLM's and its flat log-probabilities into arrays. What
-happens to weights inside the child is in `workers.engines.vllm.extension`. vLLM is imported in `start`, after its
-environment variables are set.
+The engine core is a child process; this side turns requests into vLLM's and its flat log-probabilities into arrays. See
+`workers.engines.vllm.extension` for how the child loads weights. vLLM is imported in `start`, after its environment variables
+are set.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class VLLMEngine:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling and forget the key-value cache; requests that are kept compute theirs again after `resume`."""
-        # `AsyncLLM.pause_generation` is this call and a sleep of 20 ms for the looks of the order of events.
+        # `AsyncLLM.pause_generation` is this call and a sleep of 20 ms that only tidies the order of events.
         await self._call(self._running().engine_core.pause_scheduler_async(mode=mode, clear_cache=True), "pause")
         self._paused = True
 
