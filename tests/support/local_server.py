@@ -36,7 +36,7 @@ class LocalRank(SessionRank):
 
 
 class LocalGroup(SessionGroup):
-    def share(self, batch):
+    def put(self, batch):
         return put(batch)
 
 

@@ -87,7 +87,7 @@ def _lanes(events: list[Event]) -> list[int]:
     return lanes
 
 
-def busy_shares(events: Iterable[Event], bins: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def busy_fractions(events: Iterable[Event], bins: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """How busy every row was over time.
 
     Returns:

@@ -102,6 +102,6 @@ class SessionGroup(LearnerGroup):
         self, name: str, batch: Targets, loss: str, settings: dict[str, float], train: bool
     ) -> dict[str, np.ndarray]:
         """Run a pass over a batch on all ranks; the arrays cover all data."""
-        parts = await self._all("session_pass", name, self.share(batch), loss, settings, train)
+        parts = await self._all("session_pass", name, self.put(batch), loss, settings, train)
         filled = [part for part in parts if any(len(array) for array in part.values())]
         return {key: np.concatenate([part[key] for part in filled]) for key in filled[0]}
