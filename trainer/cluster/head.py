@@ -100,7 +100,7 @@ class RayHead:
         self._process.wait()
 
 
-heads: list[RayHead] = []
+ray_heads: list[RayHead] = []
 """The local head of this process, if there is one: started ahead, or by `trainer.cluster.ray_cluster.start_ray`."""
 
 
@@ -111,9 +111,9 @@ def prestarted_head(placement: Placement) -> Iterator[None]:
     A head that was not taken over is ended afterwards.
     """
     if placement.address is None:
-        heads.append(RayHead(placement.cpus))
+        ray_heads.append(RayHead(placement.cpus))
     try:
         yield
     finally:
-        while heads:
-            heads.pop().kill()
+        while ray_heads:
+            ray_heads.pop().kill()

@@ -18,7 +18,7 @@ from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
 from rlframe.config import ConfigError
-from trainer.cluster.head import RayHead, heads
+from trainer.cluster.head import RayHead, ray_heads
 from trainer.cluster.head_process import SETTINGS
 from trainer.cluster.placement import Placement
 from workers.pools import Pool, reserve
@@ -45,8 +45,8 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
         _log_to(log)
     common: dict[str, Any] = {"log_to_driver": False, "configure_logging": log is None, "logging_level": "warning"}
     if address is None:
-        head = heads[0] if heads else RayHead(placement.cpus)
-        heads[:] = [head]
+        head = ray_heads[0] if ray_heads else RayHead(placement.cpus)
+        ray_heads[:] = [head]
         address, environment = head.address()
         if log is not None:
             head.log_to(log)
@@ -69,13 +69,13 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
 def stopping_ray() -> Iterator[None]:
     """Leave the cluster; the local head, if there is one, ends beside what is done inside."""
     ray.shutdown()
-    for head in heads:
+    for head in ray_heads:
         head.end()
     try:
         yield
     finally:
-        while heads:
-            heads.pop().wait()
+        while ray_heads:
+            ray_heads.pop().wait()
 
 
 def _log_to(log: Path) -> None:

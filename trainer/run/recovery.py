@@ -123,7 +123,7 @@ def check_prompts(directory: Path, stream: PromptStream) -> None:
     """
     then = read_state(directory)["prompts"]
     if isinstance(then, str):
-        same = then == stream.former_fingerprint
+        same = then == stream.legacy_fingerprint
         what = None if same else "have other names or tokens (its version compared the name of the file and what it renders to)"
     else:
         what = stream.difference(then)
