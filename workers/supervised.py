@@ -243,7 +243,7 @@ class SupervisedGroup:
             self.workers[i].admitted = self.workers[i].failure is None
         self._changed.set()
 
-    async def change(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until an actor is admitted, or one is not started again."""
         self._changed.clear()
         await self._changed.wait()

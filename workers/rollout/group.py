@@ -195,7 +195,7 @@ class RolloutGroup(SupervisedGroup):
             while not (up := self.up()):
                 if not wait:
                     raise WorkerLost("No worker is up to answer held-out problems.")
-                await self.change()
+                await self.wait_for_change()
             worker = self.workers[first if first in up else up[first % len(up)]]
             with contextlib.suppress(WorkerLost):
                 return await self._answers(worker, share, sampling)

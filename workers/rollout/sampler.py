@@ -187,7 +187,7 @@ class SamplerGroup(SupervisedGroup):
             if worker is None:
                 if all(worker.gone for worker in self.workers):
                     raise NoSampler(self._none_left())
-                await self.change()
+                await self.wait_for_change()
                 continue
             numbers = [next(self._numbers) for _ in range(samples)]
             worker.in_flight.update(dict.fromkeys(numbers, method))
