@@ -106,7 +106,7 @@ def parsing_seconds(batch: Batch) -> float:
     return time.perf_counter() - begin
 
 
-def sync_share(options: argparse.Namespace) -> tuple[float, float]:
+def sync_fraction(options: argparse.Namespace) -> tuple[float, float]:
     """Median seconds of the weight sync and of the step, in a whole job with the default preset."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
@@ -199,7 +199,7 @@ if __name__ == "__main__":
     ray.init(address="local", logging_level=logging.ERROR, log_to_driver=False)
     all_kept = asyncio.run(main(arguments))
     ray.shutdown()
-    sync, step = sync_share(arguments)
+    sync, step = sync_fraction(arguments)
     all_kept &= sync < SYNC_BAR * step
     print(f"weight sync of a whole job             {sync * 1e3:8.1f} ms, {sync / step:.1%} of a step of {step:.2f} s")
     print(f"    {verdict(sync < SYNC_BAR * step, f'{SYNC_BAR:.0%} of a step')}")

@@ -4,7 +4,7 @@ python examples/study.py examples/quantized_sampler/study.yaml [steps=50 ...] [-
 
 A study is a YAML file: ``common`` overrides, ``arms`` (name: overrides), ``seeds``, the ``metrics`` to draw and the ``table``.
 Runs go to ``runs/<folder>/<file>/``, the picture beside the file. A run that is complete is not run again, one that was
-interrupted goes on.
+interrupted continues.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which linear layers an adapter can be added to: found out from the classes of the layers, and by running a small copy.
+"""Which linear layers an adapter can be added to: determined from their classes and by running a small copy.
 
 PEFT adds ``B A x`` to what a layer returns. That is right only where the layer returns its weight times ``x``, and where the
 model calls the layer at all instead of reading its weight. Adapters themselves are `rlframe.lora`.
@@ -24,8 +24,8 @@ _TOKENS = 48
 """Enough for every expert of a copy to get some."""
 
 
-def unfit(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The layers that no adapter can be added to, and why: the end of a sentence that starts with the layer's name.
+def unsupported_layers(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Layers that no adapter can be added to, with the reason, which completes a sentence starting with the layer's name.
 
     Args:
         model: any instance, on any device; only its class and configuration are used.
@@ -74,7 +74,7 @@ def _peft_takes(model: PreTrainedModel, path: str) -> bool:
 
 
 def _kind(path: str) -> str:
-    """A path with the numbers of layers and experts taken out."""
+    """A path without the numbers of layers and experts."""
     return re.sub(r"\b\d+\b", "#", path)
 
 

@@ -1,7 +1,7 @@
 """The one shift between tokens and logits.
 
 Row n of the hidden states is the state *after* token n, so it predicts token n + 1 of the same trajectory. Per-token
-arrays are the other way round: row t describes token t. Whoever needs to go from one to the other does it here.
+arrays are the other way round: row t describes token t. Convert between the two here only.
 """
 
 from __future__ import annotations

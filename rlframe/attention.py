@@ -98,8 +98,8 @@ class Segments:
 
 
 _ROW: ContextVar[Segments] = ContextVar("row")
-"""How the row of the running pass is cut. Arguments of a model's forward would say it too, but not every architecture hands
-what it does not know on to its attention layers."""
+"""How the row of the running pass is cut. Arguments of a model's forward could carry it, but not every architecture passes
+unknown arguments on to its attention layers."""
 
 
 class within:

@@ -86,7 +86,7 @@ class TokenBatch:
         """``columns``: those that the batch has; None is none.
 
         Raises:
-            TypeError: a column that nobody declares.
+            TypeError: a column that is not declared.
         """
         self.offsets, self.extras = offsets, dict(extras or {})
         self.columns = {name: column for name, column in columns.items() if column is not None}
@@ -106,7 +106,7 @@ class TokenBatch:
         return {**self.schema(), **self.extras}
 
     def add(self, name: str, column: Any, per: Per = "token") -> None:
-        """Add a column of one's own, which then travels with the batch, also to the actor's loss.
+        """Add a custom column, which then travels with the batch, also to the actor's loss.
 
         Args:
             name: not that of another column; losses read it as ``batch.columns[name]``.

@@ -369,7 +369,7 @@ def _numbers(config: PreTrainedConfig) -> dict[str, float]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' remarks on a copy that nobody trains, and without a trace in the random generators."""
+    """Without transformers' remarks on a copy that is never trained, and without a trace in the random generators."""
     import warnings
 
     logger: Callable[[str], logging.Logger] = logging.getLogger

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from rlframe import attention
 from rlframe.context_length import longest_context
 from rlframe.losses.base import LMHead
-from rlframe.packing import lay_out
+from rlframe.packing import pack
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class PackedForward:
             source = np.arange(len(tokens))[None]
             positions, cells = source - starts.repeat(lengths), None
         else:
-            layout = lay_out(lengths, context=self._context)
+            layout = pack(lengths, context=self._context)
             source, positions, cells = layout.source, layout.positions, torch.from_numpy(layout.cells).to(self.device)
         with attention.within(attention.Segments(lengths, self.device)) if self._told else nullcontext():
             return self.body(

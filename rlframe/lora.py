@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rlframe.adapter_targets import unfit
+from rlframe.adapter_targets import unsupported_layers
 from rlframe.config import ConfigError, LoraConfig
 from rlframe.seeding import normal_, uniform_
 
@@ -42,8 +42,8 @@ class Adapters:
         self._heads = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
         self._embeddings = {name for name, module in model.named_modules() if module is model.get_input_embeddings()}
         layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and n not in self._heads}
-        self._unfit = unfit(model, layers)
-        self._linears = [name for name in layers if name not in self._unfit]
+        self._unsupported = unsupported_layers(model, layers)
+        self._linears = [name for name in layers if name not in self._unsupported]
 
     def linear_modules(self) -> dict[str, list[str]]:
         """Paths of the linear layers by what they are part of: ``attn``, ``mlp``, and ``unembed`` where the head is its own."""
@@ -142,8 +142,8 @@ class Adapters:
         else:
             chosen = {name for name in self._modules if any(_is_called(name, target) for target in targets)}
             unmatched = {target for target in targets if not any(_is_called(name, target) for name in chosen)}
-        if found := sorted(chosen & self._unfit.keys()):
-            raise ConfigError(f"lora.targets includes {found[0]}, but {self._unfit[found[0]]}; leave it out.")
+        if found := sorted(chosen & self._unsupported.keys()):
+            raise ConfigError(f"lora.targets includes {found[0]}, but {self._unsupported[found[0]]}; leave it out.")
         if chosen & self._heads and value_head:
             raise ConfigError(
                 "lora.targets includes the LM head, which a session with a value head does not use; leave it out."

@@ -1,6 +1,6 @@
 """Setting up a base model: built on no device, sharded by FSDP2, then given memory for this rank's shards only.
 
-Weights are read afterwards, by `rlframe.hf_checkpoint`; how the model runs is `rlframe.backbone`'s business.
+Weights are read afterwards, by `rlframe.hf_checkpoint`; `rlframe.backbone` runs the model.
 """
 
 from __future__ import annotations

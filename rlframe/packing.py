@@ -27,7 +27,7 @@ class Layout:
     """int64[N], flat cell of each token."""
 
 
-def lay_out(lengths: np.ndarray, width: int | None = None, context: int | None = None) -> Layout:
+def pack(lengths: np.ndarray, width: int | None = None, context: int | None = None) -> Layout:
     """Fit trajectories of ``lengths`` [B] into rows: the longest first, each into the first row with room.
 
     Args:

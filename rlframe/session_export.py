@@ -56,7 +56,7 @@ def _adapter_tensors(session: Session, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def sampler_tensors(session: Session, mode: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """See `Session.sampler_tensors`."""
+    """The tensors that a sampler loads, as `Session.sampler_tensors` returns them."""
     _check_mode(session, mode)
     backbone = session.backbone
     keep = backbone.ranks.rank == 0
@@ -75,7 +75,7 @@ def sampler_tensors(session: Session, mode: str, dtype: torch.dtype) -> dict[str
 
 
 def sampler_checksum(session: Session, mode: str, dtype: torch.dtype) -> str:
-    """See `Session.sampler_checksum`."""
+    """Checksum of the tensors that `sampler_tensors` yields, in the dtype that is sent."""
     _check_mode(session, mode)
     backbone = session.backbone
     if mode == "adapter":
@@ -100,7 +100,7 @@ def _sent_bits(session: Session, dtype: torch.dtype) -> int:
 
 
 def export(session: Session, directory: Path, *, merged: bool) -> None:
-    """See `Session.export`."""
+    """Write the session as a Hugging Face or PEFT folder, as `Session.export` describes."""
     if merged:
         _export_merged(session, directory)
         return
@@ -127,7 +127,7 @@ def _export_merged(session: Session, directory: Path) -> None:
             trained = ({name: t.cpu() for name, t in backbone.checkpoint_names(group).items()} for group in groups)
             write_folder(backbone.path, directory, chain(trained, [backbone.stored_buffers()]))
 
-    def write_and_go_on() -> None:
+    def write_and_continue() -> None:
         try:
             write()
         finally:
@@ -135,4 +135,4 @@ def _export_merged(session: Session, directory: Path) -> None:
             for _ in groups:
                 pass
 
-    backbone.ranks.together(write_and_go_on)
+    backbone.ranks.together(write_and_continue)

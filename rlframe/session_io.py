@@ -59,7 +59,7 @@ class Snapshot:
 
 
 def save(session: Session, directory: Path) -> None:
-    """See `Session.save`."""
+    """Write a session to a folder; every rank writes its own part."""
     taken = snapshot(session)
 
     def write() -> None:
@@ -69,7 +69,7 @@ def save(session: Session, directory: Path) -> None:
 
 
 def snapshot(session: Session) -> Snapshot:
-    """See `Session.snapshot`."""
+    """Copy a session to host memory, to be written later."""
     ranks = session.backbone.ranks
     sharded = {name for name, parameter in session.named_parameters() if isinstance(parameter, DTensor)}
     tensors = {f"weight/{name}": tensor for name, tensor in _weights(session).items()}
@@ -115,7 +115,7 @@ def _description(session: Session) -> dict[str, Any]:
 
 
 def load(session: Session, directory: Path) -> None:
-    """See `Session.load`."""
+    """Restore a session from a folder, on any number of ranks."""
     ranks = session.backbone.ranks
     mine = _description(session)
     found: list[tuple[dict[str, Any], _Stored]] = []

@@ -1,8 +1,8 @@
-"""A model configuration made small, with every kind of layer kept: what a check of an architecture can run in milliseconds.
+"""Shrinks a model configuration but keeps every kind of layer, so that a check of an architecture runs in milliseconds.
 
 Sizes become a few dozen, windows, chunks and original context lengths a few tokens, layers one of each kind. What decides how
 numbers are computed (kinds of layers and of rotary embedding, soft caps, multipliers, biases, ties) stays. No weights live
-here; what is done with the copy is in `rlframe.exactness`.
+here; see `rlframe.exactness` for how the copy is used.
 """
 
 from __future__ import annotations

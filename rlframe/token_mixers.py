@@ -33,7 +33,7 @@ def token_mixers(model: PreTrainedModel) -> list[str]:
     """Paths of the modules that mix tokens, in the order of the model.
 
     Raises:
-        ConfigError: a part of a block cannot be told, or no module of the model mixes tokens.
+        ConfigError: a part of a block cannot be classified, or no module of the model mixes tokens.
     """
     paths = {id(module): name for name, module in model.named_modules()}
     for block in blocks(model):

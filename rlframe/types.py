@@ -1,4 +1,4 @@
-"""The vocabulary: every noun that travels between rollout workers, controller and learner.
+"""The vocabulary: every type that travels between rollout workers, controller and learner.
 
 Dimension suffixes used across the library: ``T`` tokens of one trajectory, ``N`` tokens of a batch (all trajectories
 concatenated, no padding), ``B`` trajectories, ``A`` action tokens, ``k`` entries of a sampler's top-k head, ``V`` the
@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rlframe.columns import Column, Per, TokenBatch
-from rlframe.heads import MASS_TOLERANCE, head_fault
+from rlframe.topk import MASS_TOLERANCE, topk_fault
 
 Finish = Literal["stop", "length", "abort", "error"]
 FINISHES: tuple[str, ...] = get_args(Finish)
@@ -30,7 +30,7 @@ FINISHES: tuple[str, ...] = get_args(Finish)
 
 @dataclass
 class Prompt:
-    """One task instance: what an environment starts an episode from."""
+    """One task instance, from which an environment starts an episode."""
 
     id: str
     """Identity of the problem in its data set; the same in every epoch."""
@@ -77,7 +77,7 @@ class Trajectory:
     env: str = ""
     """Name of the environment."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Whatever else is worth logging (JSON-like, small)."""
+    """Further data worth logging (JSON-like, small)."""
 
     def __post_init__(self) -> None:
         for name, column in _of_trajectory("token", "head").items():
@@ -122,7 +122,7 @@ def _check_trajectory(t: Trajectory) -> None:
         raise ValueError(f"{t.name}: logprobs has a positive value ({actions.max():.4g}) on an action token.")
     if t.head_ids.shape[1] and len(actions):
         rows = np.flatnonzero(t.action_mask)
-        fault = head_fault(t.tokens[rows], actions, t.head_ids[rows], t.head_logprobs[rows])
+        fault = topk_fault(t.tokens[rows], actions, t.head_ids[rows], t.head_logprobs[rows])
         if fault:
             raise ValueError(f"{t.name}: action token {rows[fault[0]]} {fault[1]}.")
     if not np.isfinite(t.rewards).all():

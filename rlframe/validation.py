@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlframe.columns import TokenBatch
-from rlframe.heads import MASS_TOLERANCE
+from rlframe.topk import MASS_TOLERANCE
 from rlframe.types import Batch
 
 
@@ -82,7 +82,7 @@ def check_vocabulary(batch: TokenBatch, size: int, *, context: bool = False) -> 
 
 
 def check_logprobs(batch: Batch) -> None:
-    """Refuse log-probabilities of action tokens that are none.
+    """Refuse invalid log-probabilities of action tokens.
 
     Raises:
         ValueError: one is not finite, or above 0 by more than rounding.

@@ -52,7 +52,7 @@ class EpisodeFailed(Exception):
 
 
 @contextmanager
-def blame(kind: Kind, of_values: Kind | None = None) -> Iterator[None]:
+def failures_as(kind: Kind, of_values: Kind | None = None) -> Iterator[None]:
     """What is raised inside becomes a fault of ``kind``; a ValueError one of ``of_values``, if given.
 
     Raises:

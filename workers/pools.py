@@ -55,7 +55,7 @@ class Pool:
     bundles: tuple[int, ...]
     """Bundle of each actor; actors that share a node have neighbouring numbers."""
 
-    def behind(self, start: int) -> Pool:
+    def starting_at(self, start: int) -> Pool:
         """The actors from ``start`` on, as a pool of their own."""
         return Pool(self.group, self.bundles[start:])
 

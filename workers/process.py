@@ -40,7 +40,7 @@ def refuse_shadowing(folder: str) -> None:
 
 
 @contextmanager
-def quick_imports() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Import large libraries inside: without the garbage collector, which finds nothing in them and takes a fifth of the time.
 
     What they hold lives as long as the process, so later collections leave it out, too.

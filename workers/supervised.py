@@ -1,9 +1,10 @@
 """Groups of actors that cannot hang their caller: routing to the least loaded, exclusion of a lost one, restart.
 
 An actor is lost when its process or its node is gone, when its engine is dead, or when it does not answer within the time
-limit of a call. It is then killed, so that nothing comes from it any more, and gets no work until `SupervisedGroup.bring_back`
-has put a new one in its place, wherever the cluster has room, and it was admitted again. Which work goes where, and what
-becomes of the work of a lost actor, is decided in `workers.rollout.group` (prompts) and `workers.rollout.sampler` (requests).
+limit of a call. It is then killed, so that nothing more can come from it, and gets no work until
+`SupervisedGroup.restart_until_ready` has replaced it, wherever the cluster has room, and its replacement is admitted. Which
+work goes where, and what becomes of the work of a lost actor, is decided in `workers.rollout.group` (prompts) and
+`workers.rollout.sampler` (requests).
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ class Supervised:
         self._actor = spawn(index)
         self.in_flight: dict[int, Any] = {}
         """Work that the actor has, by number; its load is how much that is."""
-        self.loss: WorkerLost | None = None
+        self.failure: WorkerLost | None = None
         """Why the actor is lost; None: it is not."""
         self.lost = asyncio.Event()
-        """Set while there is a loss."""
+        """Set while the actor is lost."""
         self.admitted = False
         """Whether it is known to serve the current weights, so that work may go to it."""
         self.progress = 0
@@ -119,8 +120,8 @@ class Supervised:
             Exception: what the method raised, if the engine lives.
         """
         limit = self._config.rollout.timeout_s if limit_s is None else limit_s
-        if self.loss is not None:
-            raise self.loss
+        if self.failure is not None:
+            raise self.failure
         if self.starting and method != "start":  # a call that was meant for the actor before it
             raise self._replaced()
         actor = self._actor
@@ -139,12 +140,12 @@ class Supervised:
             raise self.lose(first_line(error), actor) from error
 
     async def _unless_lost(self, call: Awaitable[Any]) -> Any:
-        """The answer; a loss that another call finds ends the wait for it at once, whenever Ray hears of it."""
+        """The answer; a call that finds the actor lost ends the wait of all others at once, whenever Ray hears of it."""
         answer, lost = asyncio.ensure_future(call), asyncio.ensure_future(self.lost.wait())
         try:
             await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise self.loss or self._replaced()
+                raise self.failure or self._replaced()
             return answer.result()
         finally:
             answer.cancel()
@@ -154,13 +155,13 @@ class Supervised:
         return WorkerLost(f"{self.who} was replaced during a call.")
 
     def lose(self, reason: str, actor: Any = None, kind: Kind = Kind.WORKER_LOST) -> WorkerLost:
-        """Give the actor up and kill what is left of it; ``actor``: only if it is still this one. Returns the loss."""
-        if self.loss is None and actor in (None, self._actor):
-            self.loss = WorkerLost(f"{self.who} is lost: {reason.rstrip('.')}.", kind)
+        """Give the actor up and kill what is left of it; ``actor``: only if it is still this one. Returns the failure."""
+        if self.failure is None and actor in (None, self._actor):
+            self.failure = WorkerLost(f"{self.who} is lost: {reason.rstrip('.')}.", kind)
             self.admitted = False
             self.lost.set()
             self._kill(self._actor)
-        return self.loss or self._replaced()
+        return self.failure or self._replaced()
 
     async def start(self, log: str) -> None:
         """Start the engine for the first time.
@@ -184,7 +185,7 @@ class Supervised:
             WorkerLost: it did not start within ``cluster.startup_timeout_s``, or failed to.
         """
         self.restarts += 1
-        self._actor, self.loss, self.starting = self._spawn(self.index), None, True
+        self._actor, self.failure, self.starting = self._spawn(self.index), None, True
         self.lost.clear()
         try:
             await self.call("start", limit_s=self._config.cluster.startup_timeout_s)
@@ -241,15 +242,15 @@ class SupervisedGroup:
     async def admit(self, workers: Iterable[int]) -> None:
         """Let work go to ``workers``, which were found to serve the current weights."""
         for i in workers:
-            self.workers[i].admitted = self.workers[i].loss is None
+            self.workers[i].admitted = self.workers[i].failure is None
         self._changed.set()
 
-    async def change(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until an actor is admitted, or one is not started again."""
         self._changed.clear()
         await self._changed.wait()
 
-    async def bring_back(
+    async def restart_until_ready(
         self, worker: int, ready: Callable[[int], Awaitable[None]], say: Callable[[WorkerLost], None]
     ) -> WorkerLost | None:
         """Start a lost actor again, as often as ``rollout.max_restarts`` allows, until it is ready for work.
@@ -260,22 +261,22 @@ class SupervisedGroup:
             say: hears before each attempt why the actor before it was lost.
 
         Returns:
-            None when it is back; otherwise its last loss, and it will not be started again.
+            None when it is back; otherwise the last failure, and it will not be started again.
         """
         place = self.workers[worker]
-        assert place.loss is not None
-        loss = place.loss
+        assert place.failure is not None
+        failure = place.failure
         while place.restarts_left > 0:
-            say(loss)
+            say(failure)
             try:
                 await place.restart()
                 await ready(worker)
                 return None
             except WorkerLost as again:
-                loss = again
+                failure = again
         place.gone = True
         self._changed.set()
-        return loss
+        return failure
 
     async def each(self, method: str, *args: Any, workers: Iterable[int]) -> dict[int, Any]:
         """The answers of those of ``workers`` that are not lost, before or by this call."""

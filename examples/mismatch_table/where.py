@@ -154,7 +154,7 @@ def main() -> None:
     run = ROOT / slug(" ".join(next(iter(arms_of(yaml.safe_load((FOLDER / "study.yaml").read_text()))))))
     batch = recorded(run)
     print(f"{len(batch)} trajectories of {run}, {batch.num_actions} tokens\n")
-    print("| compared | K3 | max abs log-ratio | tokens equal to the bit |")
+    print("| compared | K3 | max abs log-ratio | tokens bit-identical |")
     print("|---|---|---|---|")
     for what, a, b in comparisons(path, batch):
         log_ratio = a - b

@@ -73,7 +73,7 @@ def trajectory(parts: Sequence[tuple[str, bool]], reward: float) -> Trajectory:
 
 
 def from_tokens(tokens: np.ndarray, mask: np.ndarray, reward: float = 0.0) -> Trajectory:
-    """A finished trajectory of which nobody asks how likely it was."""
+    """A finished trajectory whose log-probabilities are not needed."""
     rewards = np.zeros(len(tokens))
     rewards[-1] = reward
     nothing = np.zeros((len(tokens), 0))

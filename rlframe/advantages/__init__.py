@@ -1,4 +1,4 @@
-"""Advantages and returns. `base` says what an estimator is, `registry` has their names; every other module is one estimator."""
+"""Advantages and returns. `base` has the protocol, `registry` the names; every other module is one estimator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an advantage estimator is. Estimators run in the controller on whole batches, in numpy."""
+"""The protocol of advantage estimators, which run in the controller on whole batches, in numpy."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rlframe.validation import check_batch, check_finite, check_rows
 
 
 class Estimator(Protocol):
-    """From the rewards of a batch, and the values where there is a critic, to advantages and returns.
+    """Computes advantages and returns from the rewards of a batch and, with a critic, its values.
 
-    Built once per run with the algorithm's settings, ``Estimator(algorithm, **algorithm.advantage_args)``. Subclass it for the
-    defaults, or fit it.
+    Built once per run with the algorithm's settings, ``Estimator(algorithm, **algorithm.advantage_args)``. Subclass it to get
+    the defaults, or implement every member.
     """
 
     needs_critic: bool = False
     """Whether batches come with ``values`` and ``bootstrap``; the run then has critics, trained on the returns."""
     settings: tuple[str, ...] = ()
-    """Fields of `AlgorithmConfig` that it reads, of those that not every estimator reads."""
+    """The estimator-specific fields of `AlgorithmConfig` that it reads."""
 
     def check(self) -> None:
-        """Refuse settings of the algorithm that no run can have with this estimator, before anything starts.
+        """Refuse algorithm settings that this estimator cannot work with, before anything starts.
 
         Raises:
             ConfigError: one sentence that names the settings and what to change.
@@ -33,13 +33,13 @@ class Estimator(Protocol):
     def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Advantages and returns, float32[N] each, 0 off the mask.
 
-        A trajectory that was cut (``finish`` is ``length``) would have gone on: ``batch.bootstrap`` is V after its last token.
+        A trajectory that was cut (``finish`` is ``length``) is bootstrapped from ``batch.bootstrap``, V after its last token.
         Ray gives read-only arrays, so nothing may write into the batch's.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to continue, JSON-like."""
+        """The JSON-like state that a resumed run continues from."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ class GAE(Estimator):
         self.algorithm = algorithm
 
     def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """See `Estimator`; ``batch`` has ``values`` and, if a trajectory was cut, ``bootstrap``."""
+        """GAE with separate lambdas for policy and returns; needs ``values``, and ``bootstrap`` for cut trajectories."""
         algorithm, rows = self.algorithm, np.flatnonzero(batch.action_mask)
         lam: float | np.ndarray
         if algorithm.lambda_policy == "adaptive":

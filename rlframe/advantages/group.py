@@ -30,7 +30,7 @@ class Group(Estimator):
             )
 
     def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """See `Estimator`."""
+        """Advantages and returns, float32[N] each: the total reward compared with the group's mean."""
         rewards = total_rewards(batch)
         advantages = group_advantages(rewards, batch.indices, self.algorithm.normalize_advantages)
         return per_token(batch, advantages), per_token(batch, rewards)

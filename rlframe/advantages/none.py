@@ -16,6 +16,6 @@ class NoBaseline(Estimator):
         pass
 
     def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """See `Estimator`."""
+        """Advantages and returns, float32[N] each: the total reward on every action token."""
         rewards = per_token(batch, total_rewards(batch))
         return rewards, rewards.copy()

@@ -1,4 +1,4 @@
-"""Estimators by name. A new one is a file here and a line below, or ``module:Class`` of one's own."""
+"""Estimators by name. A new one is a file here and a line below, or a custom ``module:Class``."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def make_estimator(algorithm: AlgorithmConfig) -> Estimator:
     """The estimator ``algorithm.advantage``, one of `ESTIMATORS` or ``module:Class``, with ``algorithm.advantage_args``.
 
     Raises:
-        ConfigError: there is none of that name, it does not take these arguments, or it does not fit `Estimator`.
+        ConfigError: the name is unknown, it does not take these arguments, or it does not fit `Estimator`.
     """
     name, args = algorithm.advantage, algorithm.advantage_args
     if name not in ESTIMATORS and ":" not in name:
         raise ConfigError(f"{_KEY}={name} is not known; choose one of {', '.join(ESTIMATORS)}, or module:Class of your own.")
     build = ESTIMATORS[name] if name in ESTIMATORS else load(_KEY, name)
     if not callable(build):
-        raise ConfigError(f"{_KEY}={name} is no class, so no estimator can be built from it.")
+        raise ConfigError(f"{_KEY}={name} is not a class, so no estimator can be built from it.")
     try:
         inspect.signature(build).bind(algorithm, **args)
     except TypeError as error:
@@ -51,7 +51,7 @@ def make_estimator(algorithm: AlgorithmConfig) -> Estimator:
 
 
 def check_advantage(algorithm: AlgorithmConfig) -> None:
-    """Refuse an advantage that there is not, and settings that do not go with it.
+    """Refuse an unknown estimator, and settings that do not fit it.
 
     Raises:
         ConfigError: one sentence that names the setting and says what to change.
@@ -67,7 +67,7 @@ def check_advantage(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_fit(name: str, estimator: Any) -> None:
-    """Refuse an object that is no `Estimator`."""
+    """Refuse an object that does not implement `Estimator`."""
     is_class = "it is a class instead of an object" if isinstance(estimator, type) else None
     calls = ("__call__", "check", "state_dict", "load_state_dict")
     missing = next((f"it has no method {call}" for call in calls if not callable(getattr(estimator, call, None))), None)
@@ -78,14 +78,14 @@ def _check_fit(name: str, estimator: Any) -> None:
     unlisted = None if listed else f"its settings are {settings!r} instead of a tuple of fields of algorithm"
     fault = is_class or missing or unsaid or unlisted or _unsaveable(estimator)
     if fault:
-        raise ConfigError(f"{_KEY}={name} is no advantage estimator: {fault}; subclass rlframe.advantages.Estimator.")
+        raise ConfigError(f"{_KEY}={name} is not an advantage estimator: {fault}; subclass rlframe.advantages.Estimator.")
 
 
 def _unsaveable(estimator: Estimator) -> str | None:
     try:
         json.dumps(estimator.state_dict())
     except TypeError as error:
-        return f"its state_dict does not go into JSON ({error})"
+        return f"its state_dict cannot be written as JSON ({error})"
     return None
 
 

@@ -12,9 +12,9 @@ from rlframe.types import Batch
 
 
 class RunningMean(Estimator):
-    """Total reward minus an exponential mean of the rewards of past batches, which no reward of the present batch enters.
+    """Total reward minus an exponential mean of the rewards of past batches, excluding the current batch.
 
-    Before the first batch there is no past, and the mean of that batch stands in.
+    The first batch has no past, so its own mean is used.
     """
 
     settings = ("running_mean_decay",)
@@ -28,7 +28,7 @@ class RunningMean(Estimator):
         """Sum of their weights; dividing by it removes the bias toward 0 of the first batches."""
 
     def __call__(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """See `Estimator`."""
+        """Advantages and returns, float32[N] each; updates the running mean with this batch."""
         rewards = total_rewards(batch)
         return per_token(batch, rewards - self.baseline(rewards)), per_token(batch, rewards)
 
@@ -38,7 +38,7 @@ class RunningMean(Estimator):
         return self.total / self.weight if self.weight else float("nan")
 
     def baseline(self, rewards: np.ndarray) -> float:
-        """The baseline for a batch with these total rewards [B], which then becomes part of the past."""
+        """Return the baseline for a batch with these total rewards [B], then add the batch to the mean."""
         present = float(np.mean(rewards, dtype=np.float64))
         baseline = self.mean if self.weight else present
         self.total = self.decay * self.total + (1 - self.decay) * present
@@ -50,5 +50,5 @@ class RunningMean(Estimator):
         return {"total": self.total, "weight": self.weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict` under the present decay."""
+        """Continue from `state_dict` with the current decay."""
         self.total, self.weight = float(state["total"]), float(state["weight"])

@@ -1,4 +1,4 @@
-"""Rollout correction: what a token or a trajectory counts, given trainer and sampler log-probabilities.
+"""Rollout correction: the weight of a token or a trajectory, given trainer and sampler log-probabilities.
 
 With q the sampler, p the trainer and r = p_y / q_y for the sampled token y, a *weight rule* f turns r into a weight, and
 *rejection* drops tokens or whole trajectories that are too far off-policy. Log-ratios are clamped to +-20 before ``exp``;

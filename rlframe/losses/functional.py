@@ -1,4 +1,4 @@
-"""Tensors in, loss out: the losses for people with a trainer of their own, without `Batch` or sessions.
+"""Tensors in, loss out: the losses for other trainers, without `Batch` or sessions.
 
 All tensors hold action tokens only, concatenated. From padded hidden states [B, T, H] of tokens [B, T] with mask [B, T], the
 states that produced the action tokens are ``hidden[:, :-1][mask[:, 1:]]`` and the tokens ``tokens[:, 1:][mask[:, 1:]]``.
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from rlframe.config import AlgorithmConfig
-from rlframe.heads import MASS_TOLERANCE, head_fault
 from rlframe.losses.base import LMHead
 from rlframe.losses.objective import PolicyRules, PolicyTokens
 from rlframe.losses.policy import run_policy_loss
 from rlframe.losses.value import squared_errors
 from rlframe.metrics import Metrics
 from rlframe.precision import full_precision
+from rlframe.topk import MASS_TOLERANCE, topk_fault
 
 
 class PolicyLossOutputs(NamedTuple):
@@ -129,7 +129,7 @@ def _check_heads(
     if not used:
         return
     columns = (tokens, logprobs.double(), ids, head_logprobs.double())
-    fault = head_fault(*(column.detach().cpu().numpy() for column in columns), required=True, likeliest=False)
+    fault = topk_fault(*(column.detach().cpu().numpy() for column in columns), required=True, likeliest=False)
     outside = ((ids >= vocabulary) & (head_logprobs > -torch.inf)).any(1)
     if fault is None and outside.any():
         fault = int(outside.nonzero()[0]), f"has an id outside of the vocabulary of {vocabulary} in head_ids"

@@ -6,8 +6,8 @@ with respect to the logits is a scaled softmax plus a scatter: with slopes a = d
     dL/dz = a e_y + sum_v b_v e_v - (a + sum_v b_v) softmax(z).
 
 A chunk of logits therefore yields its own gradient in the forward pass, while it is still there: two matrix products per
-chunk, as many as the unfused loss takes, and none to recompute logits. What the slopes are, an `Objective` says. A loss of
-whole trajectories says it only `afterwards`: its slopes in the pass are 1, and the factors that it then gives scale each row of
+chunk, as many as the unfused loss takes, and none to recompute logits. An `Objective` defines the slopes. A loss of whole
+trajectories knows them only `afterwards`: its slopes in the pass are 1, and the factors that it then gives scale each row of
 the gradient of ``hidden`` (if the head trains as well, they come from a first pass for log-probabilities).
 """
 
@@ -27,7 +27,7 @@ from rlframe.precision import full_precision
 
 
 class Slopes(NamedTuple):
-    """An objective's answer for the C tokens of a chunk."""
+    """What an objective returns for the C tokens of a chunk."""
 
     sampled: Tensor
     """[C], dL / dlog p of the sampled token."""
@@ -36,11 +36,11 @@ class Slopes(NamedTuple):
     loss: Tensor
     """[C]"""
     stats: dict[str, Tensor]
-    """Whatever the objective wants back for every token, [C] or [C, m]; the same names for every chunk."""
+    """Further per-token statistics of the objective, [C] or [C, m]; the same names for every chunk."""
 
 
 class Afterwards(NamedTuple):
-    """An objective's answer once it has seen the log-probabilities of all A tokens, which are those of whole trajectories."""
+    """What an objective returns given the log-probabilities of all A tokens, which form whole trajectories."""
 
     factors: Tensor
     """[A], constant factor on the slopes of every token."""

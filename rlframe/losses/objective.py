@@ -1,6 +1,6 @@
-"""The objective of a policy loss for the fused pass: which loss, weights and rejection, and the slopes that follow.
+"""The objective of a policy loss for the fused pass: its loss, weights, rejection and the resulting slopes.
 
-The losses themselves are in `rlframe.losses.token` and `rlframe.losses.sequence`.
+See `rlframe.losses.token` and `rlframe.losses.sequence` for the losses themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PolicyRules:
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig) -> PolicyRules:
-        """The rules that ``algorithm`` names.
+        """Build the rules that ``algorithm`` names.
 
         Raises:
             ConfigError: the combination is not defined.

@@ -1,6 +1,6 @@
 """The policy loss over a `Batch`, as sessions run it; `rlframe.losses.functional` is the same for plain tensors.
 
-What it computes is put together in `rlframe.losses.objective`, and how in `rlframe.losses.fused`.
+See `rlframe.losses.objective` for what it computes and `rlframe.losses.fused` for how.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlframe.losses.base import LMHead, LossInputs, LossOutputs
 from rlframe.losses.fused import FusedOutputs, fused_loss
 from rlframe.losses.objective import PolicyObjective, PolicyRules, PolicyTokens
 from rlframe.losses.policy_metrics import policy_metrics
-from rlframe.losses.score_centering import check_heads
+from rlframe.losses.score_centering import check_topk
 from rlframe.metrics import Metrics
 from rlframe.validation import check_finite, check_logprobs, check_rows, check_vocabulary
 
@@ -63,7 +63,7 @@ class PolicyLoss:
         check_logprobs(batch)
         check_vocabulary(batch, inputs.lm_head.vocabulary())
         if self.rules.centering is not None:
-            check_heads(batch, rows)
+            check_topk(batch, rows)
         device = hidden.device
 
         def column(array: np.ndarray) -> Tensor:

@@ -1,7 +1,7 @@
 """Hidden states to logits and back, chunk by chunk, in fp32 (fp64 for fp64 inputs) whatever the dtype of the weights.
 
-Knows the output layers of the supported architectures: bias, logit scale, soft cap. What is done with the logits is
-`rlframe.losses.softmax`' and `rlframe.losses.fused`' business.
+Knows the output layers of the supported architectures: bias, logit scale, soft cap. See `rlframe.losses.softmax` and
+`rlframe.losses.fused` for what happens to the logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Losses by name: those of ``algorithm.policy_loss``, and those of the HTTP API over the same formulas.
 
 A new loss is a file in `rlframe.losses.token` or `rlframe.losses.sequence` and a line in `POLICY_LOSSES`; or, without touching
-this repository, a class anywhere and ``algorithm.policy_loss=module:Class`` (`rlframe.losses.own`).
+this repository, a class anywhere and ``algorithm.policy_loss=module:Class`` (`rlframe.losses.custom`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from rlframe.config import AlgorithmConfig, ConfigError
 from rlframe.losses.base import SequenceLoss, TokenLoss
-from rlframe.losses.own import adopted
+from rlframe.losses.custom import checked_loss
 from rlframe.losses.sequence.gspo import GSPO
 from rlframe.losses.token.cispo import CISPO
 from rlframe.losses.token.dis import DIS
@@ -44,7 +44,7 @@ def make_policy_loss(algorithm: AlgorithmConfig) -> TokenLoss | SequenceLoss:
     """
     name = algorithm.policy_loss
     loss = _built(_maker(name), algorithm)
-    return loss if name in POLICY_LOSSES else adopted(loss, name)
+    return loss if name in POLICY_LOSSES else checked_loss(loss, name)
 
 
 def settings_of(policy_loss: str) -> tuple[str, ...]:

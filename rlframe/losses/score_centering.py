@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlframe.heads import head_fault
 from rlframe.losses.corrections import WeightRule
+from rlframe.topk import topk_fault
 from rlframe.types import Batch
 
 TAIL_FLOOR = 1e-6
@@ -61,10 +61,10 @@ def center(rule: WeightRule, trainer_logprobs: Tensor, sampler_logprobs: Tensor)
     return Centering(weighted - alpha.unsqueeze(-1) * p, sampler_mass, trainer_mass)
 
 
-def check_heads(batch: Batch, rows: np.ndarray) -> None:
+def check_topk(batch: Batch, rows: np.ndarray) -> None:
     """Refuse heads that cannot be the sampler's top-k of the action tokens ``rows``.
 
-    A head that is shifted by one row betrays itself: the sampled token's log-probability in the head differs from its own, or
+    A head that is shifted by one row is detectable: the sampled token's log-probability in the head differs from its own, or
     the token is missing from the head although it is likelier than what the head holds.
 
     Raises:
@@ -78,7 +78,7 @@ def check_heads(batch: Batch, rows: np.ndarray) -> None:
     if not len(rows):
         return
     ids, logprobs = batch.head_ids[rows], batch.head_logprobs[rows]
-    found = head_fault(batch.tokens[rows], batch.logprobs[rows], ids, logprobs, required=True)
+    found = topk_fault(batch.tokens[rows], batch.logprobs[rows], ids, logprobs, required=True)
     if found is not None:
         row = int(rows[found[0]])
         b = int(np.searchsorted(batch.offsets, row, side="right")) - 1

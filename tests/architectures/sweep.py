@@ -51,7 +51,7 @@ model of transformers {transformers} tiny (PEFT {peft}, vLLM {vllm}), and wrote 
 KNOWN = {
     ("laguna", "lora_adapter"): "PEFT renames shared_experts when it loads an adapter, its own too, and leaves them out",
 }
-"""Faults of other packages that only they can mend: the table shows them, the sweep does not end with an error."""
+"""Faults of other packages that only they can fix: the table shows them, the sweep does not end with an error."""
 
 
 def try_one(kind: str, script: str = "one.py") -> dict[str, Any]:

@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlframe.packing import lay_out
+from rlframe.packing import pack
 
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), width=st.integers(40, 90))
 def test_every_token_has_one_cell_and_trajectories_stand_whole_in_one_row(lengths, width):
     lengths = np.array(lengths)
-    layout = lay_out(lengths, width)
+    layout = pack(lengths, width)
     np.testing.assert_array_equal(layout.source.reshape(-1)[layout.cells], np.arange(lengths.sum()))
     assert len(set(layout.cells.tolist())) == lengths.sum()
     for end, length in zip(np.cumsum(lengths), lengths, strict=True):
@@ -24,7 +24,7 @@ def test_every_token_has_one_cell_and_trajectories_stand_whole_in_one_row(length
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), width=st.integers(40, 90))
 def test_padding_is_a_sequence_of_its_own(lengths, width):
-    layout = lay_out(np.array(lengths), width)
+    layout = pack(np.array(lengths), width)
     used = np.zeros(layout.source.size, bool)
     used[layout.cells] = True
     for row, taken in zip(layout.positions, used.reshape(layout.source.shape), strict=True):
@@ -32,5 +32,5 @@ def test_padding_is_a_sequence_of_its_own(lengths, width):
 
 
 def test_equal_short_trajectories_leave_little_padding():
-    layout = lay_out(np.full(128, 11))
+    layout = pack(np.full(128, 11))
     assert layout.source.shape == (12, 128)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from workers.rollout.worker import RolloutWorker
 
 
-class Deaf(RolloutWorker):
+class IgnoresNewWeights(RolloutWorker):
     """Keeps serving the first weights that it got."""
 
     async def update_weights(self, update, *places):

@@ -3,7 +3,7 @@
     python -m tests.support.kill_anywhere --rounds 20 --seed 0          # at exact points of the code, in one process
     python -m tests.support.kill_anywhere --rounds 3 --seed 0 --ray     # from outside: driver, a rank or everything, with Ray
 
-A round is one run of 6 steps that is killed twice and resumed. Even rounds are synchronous and are compared to the bit with a
+A round is one run of 6 steps that is killed twice and resumed. Even rounds are synchronous and are compared bit for bit with a
 run that nobody killed; odd ones run ahead by two versions, and every prompt must be trained on exactly once.
 """
 

@@ -54,7 +54,7 @@ IN_A_CHECKPOINT = [
 
 
 def train(run_dir: Path, overrides: list[str], point: Point | None = None) -> int:
-    """Begin or go on with a run in a process of its own; returns the exit code, -9 for a killed one."""
+    """Begin or resume a run in a process of its own; returns the exit code, -9 for a killed one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.local_run"])
     process = context.Process(target=_train, args=(run_dir, overrides, point))

@@ -93,8 +93,8 @@ class Actor:
         except ActorDiedError:
             raise
         except Exception as error:
-            told = RayTaskError(name, traceback.format_exc(), error, "local", 0, "127.0.0.1")
-            raise sent(told).as_instanceof_cause() from None
+            task_error = RayTaskError(name, traceback.format_exc(), error, "local", 0, "127.0.0.1")
+            raise sent(task_error).as_instanceof_cause() from None
         finally:
             dead.cancel()
             work.cancel()

@@ -36,7 +36,7 @@ SMALL = [
 
 
 class LocalLearner(LearnerGroup):
-    def share(self, batch):
+    def put(self, batch):
         return put(batch)
 
 

@@ -36,12 +36,12 @@ class LocalRank(SessionRank):
 
 
 class LocalGroup(SessionGroup):
-    def share(self, batch):
+    def put(self, batch):
         return put(batch)
 
 
 class LocalServer:
-    """Serves until `stop`; ``folder`` is where it keeps its state, so that another one can go on from it."""
+    """Serves until `stop`; ``folder`` is where it keeps its state, so that another one can continue from it."""
 
     def __init__(self, folder: Path, *overrides: str, port: int = 0):
         settings = [f"run_dir={folder}", "rollout=torch", "server.port=0", "log.wandb=disabled", *overrides]

@@ -186,7 +186,7 @@ def gradients(session: Session) -> dict[str, Tensor]:
 
 
 def state(session: Session) -> dict[str, Tensor]:
-    """Everything that must go on bit-equal: masters and moments, whole."""
+    """Everything that must continue bit-equal: masters and moments, whole."""
     found = {"steps": torch.tensor(session.steps)}
     for t in session.trainables:
         found[t.name] = whole(session, t.master, t.parameter)

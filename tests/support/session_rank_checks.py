@@ -237,7 +237,7 @@ def frozen_parameters_do_not_move(mesh: DeviceMesh, models: dict[str, str], tmp:
         assert not any(frozen in t.name for t in session.trainables)
 
 
-def save_and_load_go_on_to_the_bit(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
+def save_and_load_resume_bit_for_bit(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
     batches = [make_batch(seed=s) for s in range(4)]
     for kind, model in (("lora", "tied"), ("full", "moe")):
         options = {"trainable": kind == "full"}
@@ -276,7 +276,7 @@ def state_written_by_two_ranks(mesh: DeviceMesh, models: dict[str, str], tmp: Pa
         session.save(str(tmp / f"elsewhere-{kind}-later"))
 
 
-def another_number_of_ranks_goes_on_to_the_bit(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
+def another_number_of_ranks_resumes_bit_for_bit(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
     for kind, model in (("lora", "moe"), ("full", "untied")):
         backbone = load(models[model], mesh, trainable=kind == "full")
         session = backbone.create_session("a", spec(kind=kind, value_head=True, seed=5))
@@ -427,7 +427,7 @@ def samplers_get_what_the_checksum_says(mesh: DeviceMesh, models: dict[str, str]
 
 
 def files_that_fail_on_one_rank_fail_on_all(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
-    """Rank 0 alone writes exports and alone misses a file here; afterwards the session goes on."""
+    """Rank 0 alone writes exports and alone misses a file here; afterwards the session continues."""
     batch = make_batch()
     backbone = load(models["untied"], mesh)
     session = backbone.create_session("a", spec())
@@ -455,7 +455,7 @@ CHECKS = [
     a_failing_call_leaves_no_partial_gradient,
     forward_only_passes_leave_the_sharded_layout_usable,
     frozen_parameters_do_not_move,
-    save_and_load_go_on_to_the_bit,
+    save_and_load_resume_bit_for_bit,
     deleting_and_creating_gives_a_fresh_session,
     initial_factors_depend_on_the_seed_alone,
     bfloat16_sessions_keep_float32_masters,
@@ -467,7 +467,7 @@ PLAN = [
     ("state_written_by_two_ranks", 2, state_written_by_two_ranks),
     *((check.__name__, size, check) for size in (1, 2, 4) for check in CHECKS),
     *(
-        (another_number_of_ranks_goes_on_to_the_bit.__name__, size, another_number_of_ranks_goes_on_to_the_bit)
+        (another_number_of_ranks_resumes_bit_for_bit.__name__, size, another_number_of_ranks_resumes_bit_for_bit)
         for size in (1, 2, 4)
     ),
 ]

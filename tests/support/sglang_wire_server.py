@@ -163,7 +163,7 @@ class WireServer:
 
     async def update_weights_from_disk(self, body: dict) -> web.Response:
         if not body["flush_cache"]:
-            raise ValueError("requests would go on with the key-value cache of other weights")
+            raise ValueError("requests would continue with the key-value cache of other weights")
         (file,) = Path(body["model_path"]).glob("*.safetensors")
         known = {n: t.numpy() for n, t in load_file(file).items() if n in self.engine._base}
         await self._load(WeightUpdate(self._next(body["weight_version"]), "merged", known))

@@ -13,7 +13,7 @@ from trainer.run import buffer as buffer_module
 from trainer.run.buffer import Buffer, State
 
 OTHERS = 5
-"""Turns of the event loop after which a task that can go on has gone on."""
+"""Turns of the event loop after which a task that can continue has continued."""
 
 
 async def settled(task):
@@ -126,7 +126,7 @@ def test_nothing_is_staler_than_the_bound_or_trained_twice_and_no_slot_leaks(dat
             else:
                 run.resume(run.shape if action == "resume" else data.draw(SHAPES))
                 strict = strict and run.window == 0
-        for _ in range(3):  # whatever happened, it goes on when everything finishes
+        for _ in range(3):  # whatever happened, it continues when everything finishes
             run.release()
             run.admit()
             for number in run.issued():

@@ -1,4 +1,4 @@
-"""The whole method on the reference sampler: every preset trains, runs repeat to the bit, a resumed run goes on."""
+"""The whole method on the reference sampler: every preset trains, runs repeat bit for bit, a resumed run continues."""
 
 import math
 import pickle
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.support.faulty_workers import Deaf
+from tests.support.faulty_workers import IgnoresNewWeights
 from tests.support.kill_points import numbers, trained
 from tests.support.local_run import run
 from trainer.run import recovery
@@ -62,7 +62,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(tmp_path, actor):
 
 
 @pytest.mark.slow
-def test_an_advantage_of_ones_own_goes_on_from_its_state(tmp_path, monkeypatch):
+def test_an_advantage_of_the_users_own_resumes_from_its_state(tmp_path, monkeypatch):
     """Its baseline is the number of batches that it has seen, so a forgotten state shows in every number after a resume."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "counting_advantages.py").write_text(
@@ -115,7 +115,7 @@ def test_asynchronous_resume_trains_every_prompt_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_a_smaller_buffer_inside_the_smaller_bound(tmp_path):
+def test_a_run_resumes_with_a_smaller_buffer_inside_the_smaller_bound(tmp_path):
     """What does not fit is sampled again, also by an attempt after that; each prompt is trained on once, or still held."""
     common = ["checkpoint.every=1", "log.rollouts_every=1", "log.rollouts_count=8"]
     smaller = ["max_staleness=1", "batch_size=4", "reorder_window=2"]
@@ -167,7 +167,7 @@ def test_every_version_reaches_the_sampler_as_flat_arrays_and_is_told_by_its_che
 @pytest.mark.parametrize("mode", ["merged", "adapter"])
 def test_an_adapter_that_never_reaches_the_sampler_ends_the_run(tmp_path, mode):
     with pytest.raises(ExceptionGroup) as failure:
-        run(tmp_path, "actor=lora", f"rollout.weight_sync={mode}", worker=Deaf)
+        run(tmp_path, "actor=lora", f"rollout.weight_sync={mode}", worker=IgnoresNewWeights)
     assert "serves weights with checksum" in str(failure.value.exceptions[0]) and "version 1" in str(
         failure.value.exceptions[0]
     )

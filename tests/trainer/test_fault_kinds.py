@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import faults as fault_support
 from tests.support.checkpoints import save
-from tests.support.faulty_workers import Deaf
+from tests.support.faulty_workers import IgnoresNewWeights
 from tests.support.kill_points import numbers
 from tests.support.local_run import run
 from trainer.run import attempts
@@ -58,7 +58,7 @@ def test_nothing_but_failures_ends_the_run_and_a_resume_continues_it(tmp_path, k
 
 @pytest.mark.slow
 def test_of_a_group_the_rollouts_that_fail_are_counted_and_the_rest_trains(tmp_path):
-    class Forgetful(RolloutWorker):
+    class FailingRequests(RolloutWorker):
         """Every fourth of the first requests fails in the engine."""
 
         def __init__(self, *arguments):
@@ -73,11 +73,11 @@ def test_of_a_group_the_rollouts_that_fail_are_counted_and_the_rest_trains(tmp_p
             self.engine.generate = sometimes
 
     groups = ["algorithm.advantage=group", "algorithm.rollouts_per_prompt=4", "rollout.probe_every=0"]
-    rows = run(tmp_path, *BREAKING, *groups, worker=Forgetful)
+    rows = run(tmp_path, *BREAKING, *groups, worker=FailingRequests)
     assert faults_of(rows[-1]) == {"dropped": 4, "engine": 4, "partial_groups": 4}
 
 
-class MortalOnce(RolloutWorker):
+class EngineDiesOnce(RolloutWorker):
     """Its engine dies with the first training prompts, once."""
 
     died: ClassVar[list] = []
@@ -91,14 +91,14 @@ class MortalOnce(RolloutWorker):
 
 @pytest.mark.slow
 def test_the_prompts_of_a_dead_engine_are_sent_again_and_none_is_dropped(tmp_path):
-    MortalOnce.died.clear()
-    rows = run(tmp_path / "faulty", *BREAKING, worker=MortalOnce)
+    EngineDiesOnce.died.clear()
+    rows = run(tmp_path / "faulty", *BREAKING, worker=EngineDiesOnce)
     assert faults_of(rows[-1]) == {"reissued": 8, "worker_restarts": 1}
     calm = run(tmp_path / "calm", *BREAKING)
     assert [row["reward/mean"] for row in rows[1:]] == [row["reward/mean"] for row in calm[1:]]
 
 
-class Mortal(RolloutWorker):
+class EngineDiesAtStepTwo(RolloutWorker):
     """Its engine dies with the training prompts of the second step, each time."""
 
     async def submit(self, prompts, *arguments):
@@ -110,7 +110,7 @@ class Mortal(RolloutWorker):
 @pytest.mark.slow
 def test_engines_that_die_too_often_end_the_run_and_a_resume_continues_it(tmp_path):
     with pytest.raises(RunFailed, match=r"No rollout worker is left.*continues after step 1\.$"):
-        run(tmp_path, *BREAKING, "rollout.max_restarts=1", worker=Mortal, conclusion=True)
+        run(tmp_path, *BREAKING, "rollout.max_restarts=1", worker=EngineDiesAtStepTwo, conclusion=True)
     rows = run(tmp_path, *BREAKING, resume=True)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert faults_of(rows[-1]) == {"reissued": 16, "worker_restarts": 1}
@@ -119,7 +119,7 @@ def test_engines_that_die_too_often_end_the_run_and_a_resume_continues_it(tmp_pa
 @pytest.mark.slow
 def test_prompts_that_take_every_worker_down_are_dropped_as_what_took_it(tmp_path):
     with pytest.raises(RunFailed, match=r"^8 rollouts in a row failed, .*every worker that had it was lost.*after step 1\.$"):
-        run(tmp_path, *BREAKING, worker=Mortal, conclusion=True)
+        run(tmp_path, *BREAKING, worker=EngineDiesAtStepTwo, conclusion=True)
     rows = run(tmp_path, *BREAKING, resume=True)
     assert faults_of(rows[-1]) == {"dropped": 8, "engine": 8, "reissued": 16, "worker_restarts": 2}
 
@@ -174,12 +174,12 @@ def test_held_out_episodes_that_fail_are_left_out_up_to_a_share(tmp_path):
 @pytest.mark.slow
 def test_weights_that_do_not_arrive_end_the_run_with_the_actor_s_saved(tmp_path):
     with pytest.raises(RunFailed, match=r"serves weights with checksum .* continues after step 1\.$"):
-        run(tmp_path / "cut", *BREAKING, worker=Deaf, conclusion=True)
+        run(tmp_path / "cut", *BREAKING, worker=IgnoresNewWeights, conclusion=True)
     resumed, whole = run(tmp_path / "cut", *BREAKING, resume=True), run(tmp_path / "whole", *BREAKING)
     assert numbers(resumed)[2] == numbers(whole)[2]
 
 
-class Weak(LearnerRank):
+class FailingRank(LearnerRank):
     """The call ``nth`` of ``method`` fails, or never returns."""
 
     method, nth, hangs = "values", 2, False
@@ -200,7 +200,7 @@ class Weak(LearnerRank):
         return self.call("update_actor", *arguments)
 
 
-class WeakAndUnsavable(Weak):
+class FailingUnsavableRank(FailingRank):
     hangs = True
 
     def snapshot(self):
@@ -213,7 +213,7 @@ def test_a_learner_that_fails_before_the_update_gives_its_batch_back(tmp_path, a
     options = [*BREAKING, f"algorithm.advantage={advantage}", "log.rollouts_every=1"]
     method = "values" if advantage == "gae" else "logprobs"
 
-    class Failing(Weak):
+    class Failing(FailingRank):
         nth = 2 if advantage == "gae" else 4  # of logprobs: in turn a probe at each sync, and a sample at each step
 
         def logprobs(self, *arguments):
@@ -230,7 +230,7 @@ def test_a_learner_that_fails_before_the_update_gives_its_batch_back(tmp_path, a
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1])
 def test_in_the_middle_of_an_update_nothing_is_saved_and_the_checkpoint_before_it_stays(tmp_path, every):
-    class Failing(Weak):
+    class Failing(FailingRank):
         method = "update_actor"
 
     with pytest.raises(RuntimeError) as failure:
@@ -247,7 +247,7 @@ def test_a_save_that_hangs_too_does_not_hide_why_the_run_ended(tmp_path):
     limits = ["cluster.watchdog_s=3", "rollout.timeout_s=2"]
     pattern = r"The learner has waited \d+ s for the critic's values\. .*stuck\.txt\. .* could not be saved within 3 s\.$"
     with pytest.raises(RunFailed, match=pattern):
-        run(tmp_path, *BREAKING, *limits, rank=WeakAndUnsavable, conclusion=True)
+        run(tmp_path, *BREAKING, *limits, rank=FailingUnsavableRank, conclusion=True)
     dump = (tmp_path / "logs" / "stuck.txt").read_text()
     assert "collect_0 has waited" in dump and "Controller.train_step" in dump and "LearnerGroup.values" in dump
     assert [row["step"] for row in run(tmp_path, *BREAKING, resume=True)] == [0, 1, 2], "from the start"

@@ -32,7 +32,7 @@ OPTIONS = [
 ]
 
 
-class Patient(LearnerGroup):
+class WaitingLearner(LearnerGroup):
     """The learner, which can be told to wait."""
 
     def __init__(self, ranks):
@@ -61,7 +61,7 @@ def run_on(cluster, run_dir, marks):
         inputs = read_inputs(config)
         tracker = Tracker(config, run_dir, inputs.tokenizer, -1)
         requests = {group.name: group for group in plan(config).groups}
-        learner = Patient.launch(config, inputs.model_path, str(run_dir / "logs"), pool(requests["learner"]))
+        learner = WaitingLearner.launch(config, inputs.model_path, str(run_dir / "logs"), pool(requests["learner"]))
         await learner.start()
         doomed = cluster.add_node(num_cpus=1)
         (marks / "doomed").write_text(doomed.node_id)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.support.processes import alive, wait_for
-from trainer.cluster.head import Head, HeadFailed
+from trainer.cluster.head import RayHead, RayHeadFailed
 
 RAY = """
 import os, pathlib, sys
@@ -37,7 +37,7 @@ def ray(tmp_path, monkeypatch):
 
 def test_a_head_says_where_it_is_and_its_remarks_go_to_the_log(ray, tmp_path):
     ray()
-    head, log = Head(1.5), tmp_path / "ray.log"
+    head, log = RayHead(1.5), tmp_path / "ray.log"
     assert head.address() == ("10.0.0.1:6379", {"RAY_AUTH_MODE": "token"})
     head.log_to(log)
     head.end()
@@ -47,8 +47,10 @@ def test_a_head_says_where_it_is_and_its_remarks_go_to_the_log(ray, tmp_path):
 
 def test_a_head_whose_processes_do_not_find_each_other_is_started_again_but_not_for_ever(ray, tmp_path):
     ray("raise RuntimeError('The current node timed out during startup.')")
-    head = Head(1)
-    with pytest.raises(HeadFailed, match=r"^No Ray head starts on this machine: The current node timed out during startup\.$"):
+    head = RayHead(1)
+    with pytest.raises(
+        RayHeadFailed, match=r"^No Ray head starts on this machine: The current node timed out during startup\.$"
+    ):
         head.address()
     head.end()
     assert (tmp_path / "starts").read_text() == "..."
@@ -56,15 +58,15 @@ def test_a_head_whose_processes_do_not_find_each_other_is_started_again_but_not_
 
 def test_a_head_that_dies_says_its_last_words(ray):
     ray("sys.exit('no room on the disk')")
-    head = Head(1)
-    with pytest.raises(HeadFailed, match=r"(?s)No Ray head starts on this machine: .*no room on the disk$"):
+    head = RayHead(1)
+    with pytest.raises(RayHeadFailed, match=r"(?s)No Ray head starts on this machine: .*no room on the disk$"):
         head.address()
     head.end()
 
 
 def test_a_head_that_is_still_starting_ends_at_once(ray, tmp_path):
     ray("import time; time.sleep(3600)")
-    head = Head(1)
+    head = RayHead(1)
     wait_for((tmp_path / "starts").exists)
     head.end()
     assert not alive(head._process.pid)
@@ -72,7 +74,9 @@ def test_a_head_that_is_still_starting_ends_at_once(ray, tmp_path):
 
 def test_a_head_ends_with_its_driver(ray, tmp_path):
     ray()
-    code = "from trainer.cluster.head import Head; h = Head(1); h.address(); print(h._process.pid); import os; os._exit(0)"
+    code = (
+        "from trainer.cluster.head import RayHead; h = RayHead(1); h.address(); print(h._process.pid); import os; os._exit(0)"
+    )
     root = __file__.rpartition("/tests/")[0]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     wait_for(lambda: not alive(int(done.stdout)))

@@ -138,7 +138,7 @@ def test_in_a_file_too_text_is_text(tmp_path):
     assert (config.name, config.run_dir, config.log.project, config.actor.optim.lr) == ("2026_11_30", "1e5", "1.10", 1e-4)
 
 
-def test_a_run_that_goes_on_takes_no_setting_without_effect(tmp_path):
+def test_a_resumed_run_takes_no_setting_without_effect(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(compose(["algorithm=grpo", "batch_size=32"])))
     for override, key in (("critic.ensemble=3", "critic.ensemble"), ("run_dir=/x", "run_dir")):
         with pytest.raises(ConfigError, match=f"^{key} has no effect"):

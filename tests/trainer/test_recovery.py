@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a damaged one is never used, training goes on beside the writing, rules say which ones stay."""
+"""Checkpoints on disk: a damaged one is never used, training continues beside the writing, rules say which ones stay."""
 
 import asyncio
 import json
@@ -114,7 +114,7 @@ def test_what_a_damaged_newer_one_left_does_not_push_good_ones_out(tmp_path):
     assert checkpoints.newest()[0].name == "step_000003"
 
 
-def test_training_goes_on_while_a_checkpoint_of_what_was_is_written(tmp_path):
+def test_training_continues_while_a_checkpoint_of_the_earlier_state_is_written(tmp_path):
     checkpoints, ranks = Checkpoints(tmp_path, CheckpointConfig()), Ranks()
 
     async def train():

@@ -10,9 +10,9 @@ from trainer.settings.compose import compose, load_yaml, resumed, to_yaml
 
 
 @pytest.fixture(autouse=True)
-def afresh(monkeypatch):
+def forgotten_warnings(monkeypatch):
     """No sentence has been said yet, and three settings had other names."""
-    renamed.say.cache_clear()
+    renamed.warn.cache_clear()
     monkeypatch.setitem(renamed.RENAMED, "max_lag", "max_staleness")
     monkeypatch.setitem(renamed.RENAMED, "algorithm.temp", "rollout.temperature")
     monkeypatch.setitem(renamed.RENAMED, "actor.adapter", "actor.lora")

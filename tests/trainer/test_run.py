@@ -120,7 +120,7 @@ def test_a_tiny_run_on_vllm_ray_and_fsdp2(vllm_run):
     assert list((run_dir / "wandb").glob("offline-run-*"))
 
 
-def test_resume_goes_on_at_the_next_step_in_the_same_wandb_run(vllm_run):
+def test_resume_continues_at_the_next_step_in_the_same_wandb_run(vllm_run):
     run_dir, before, _, (console, _) = vllm_run
     rows = metrics(run_dir)
     assert [row["step"] for row in rows] == list(range(len(rows)))
@@ -149,7 +149,7 @@ def test_a_killed_engine_and_one_that_hangs_come_back_under_the_weights_of_the_a
 
 
 def test_sigterm_and_ctrl_c_save_and_leave_no_process_behind(vllm_run):
-    """Of the engine that was stopped neither. That SIGTERM saved is seen by the resume, which goes on at the next step."""
+    """Of the engine that was stopped neither. That SIGTERM saved is seen by the resume, which continues at the next step."""
     run_dir, _, (_, first), (_, second) = vllm_run
     assert (run_dir / "checkpoints" / "LATEST").read_text().strip() == f"step_{metrics(run_dir)[-1]['step']:06d}"
     assert len(first) > 5 and len(second) > len(first)

@@ -13,7 +13,7 @@ import pytest
 from rlframe.config import ConfigError
 from trainer.cli.main import main
 from trainer.watch.events import Event, EventLog, read_events
-from trainer.watch.timeline import busy_shares, trace
+from trainer.watch.timeline import busy_fractions, trace
 
 
 def test_events_of_several_threads_are_whole_lines(tmp_path) -> None:
@@ -100,7 +100,7 @@ def test_shares_of_time_are_those_of_a_fine_grid() -> None:
     begins = generator.uniform(0, 10, 60)
     events = [Event("rollout/0", "episode", b, b + d) for b, d in zip(begins, generator.exponential(0.05, 60), strict=True)]
     events.append(Event("learner", "values", 0.0, 10.5))
-    edges, shares = busy_shares(events, 7)
+    edges, shares = busy_fractions(events, 7)
     grid = np.linspace(edges[0], edges[-1], 70001)[:-1] + (edges[-1] - edges[0]) / 140000
     busy = np.any([(e.begin <= grid) & (grid < e.end) for e in events[:-1]], axis=0)
     assert shares["rollout/0"] == pytest.approx(busy.reshape(7, -1).mean(1), abs=1e-3)

@@ -1,4 +1,4 @@
-"""A run that cannot go on says why, in one sentence, and ends."""
+"""A run that cannot continue says why, in one sentence, and ends."""
 
 import asyncio
 import re
@@ -90,7 +90,7 @@ def test_rewards_that_never_return_cost_their_prompts_and_are_counted(tmp_path):
     assert reason in str(failure.value.exceptions[0])
 
 
-class Doomed(RolloutWorker):
+class EngineDiesAtOnce(RolloutWorker):
     """Its engine dies with the first training prompt."""
 
     async def submit(self, prompts, slots, rollouts, sampling):
@@ -102,7 +102,7 @@ class Doomed(RolloutWorker):
 def test_a_run_ends_when_no_worker_can_come_back(tmp_path):
     options = ["rollout.workers=2", "rollout.max_restarts=0", "max_staleness=0"]
     with pytest.raises(ExceptionGroup) as failure:
-        run(tmp_path, *options, worker=Doomed)
+        run(tmp_path, *options, worker=EngineDiesAtOnce)
     assert re.fullmatch(
         r"No rollout worker is left, each having used up rollout\.max_restarts=0\. Rollout worker \d is lost: .* closed .*\.",
         str(failure.value.exceptions[0]),

@@ -47,7 +47,7 @@ def test_an_adapter_is_what_peft_computes_and_each_version_has_its_checksum(serv
     assert len(set(checksums)) == 2
 
 
-def test_a_request_in_flight_goes_on_under_the_new_adapter(served):
+def test_a_request_in_flight_continues_under_the_new_adapter(served):
     engine, run = served
     old, new, prompt = adapted(3), adapted(4), prompt_of(20)
     run(apply(engine, adapter_update(old, 3)))

@@ -145,7 +145,7 @@ def test_a_prompt_that_was_seen_before_the_update_is_not_served_from_its_cache(s
             assert alignment_error(new, prompt, run(engine.generate(prompt, params)), 1.0) < 1e-4
 
 
-def test_a_request_in_flight_goes_on_under_the_new_weights(served):
+def test_a_request_in_flight_continues_under_the_new_weights(served):
     engine, run = served
     old, new, prompt = perturbed(BASE, 7), perturbed(BASE, 8), prompt_of(20)
     run(apply(engine, update_of(old, 7)))

@@ -122,7 +122,7 @@ def test_one_process_serves_many_calls_and_it_is_not_ours(task):
         ("dict", "without 'score'"),
     ],
 )
-def test_what_is_not_a_finite_number_is_a_failure_and_the_process_goes_on(task, response, reason):
+def test_what_is_not_a_finite_number_is_a_failure_and_the_process_continues(task, response, reason):
     failure, after = scores(task, "behave", response, "fine")
     assert isinstance(failure, str) and after.value == 1
     assert re.search(reason, failure), failure
@@ -182,7 +182,7 @@ def _runs(pid):
         return False
 
 
-def test_a_slow_call_occupies_one_process_and_the_others_go_on(task, tmp_path):
+def test_a_slow_call_occupies_one_process_and_the_others_continue(task, tmp_path):
     async def run():
         pool = RewardPool(replace(task, reward="user_reward:behave", reward_workers=2, reward_timeout_s=250))
         slow = asyncio.create_task(pool.score("until", {"file": str(tmp_path / "done")}))

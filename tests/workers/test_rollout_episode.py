@@ -93,7 +93,7 @@ def test_a_prompt_that_leaves_no_room_is_an_error_with_both_numbers(path):
         run(path, prompts_of(1)[0], max_model_len=4)
 
 
-def test_an_aborted_turn_goes_on_within_its_budget_and_its_arrays_keep_step(path):
+def test_an_aborted_turn_continues_within_its_budget_and_its_arrays_keep_step(path):
     engine, prompt, new = TorchEngine(path, max_model_len=MAX_MODEL_LEN), prompts_of(1)[0].tokens, perturbed(BASE, 1)
     params = SamplingParams(max_new_tokens=60, logprobs=4, seed=5)
 
@@ -145,7 +145,7 @@ def test_however_often_a_turn_is_aborted_its_rows_keep_step_and_its_budget_holds
     assert params == before
 
 
-class Odd(Scripted):
+class FixedAnswer(Scripted):
     """Answers its first turn with ``answer``."""
 
     def __init__(self, answer):
@@ -187,11 +187,13 @@ def test_who_is_to_blame_is_known_by_where_it_happened(path):
         engine.error = error
         return fault_of(path, ENVIRONMENT, engine=engine)
 
-    assert fault_of(path, Odd(TimeoutError("x"))) == Fault(Kind.ENVIRONMENT, "TimeoutError: x")
-    assert fault_of(path, Odd(ValueError("no reward in time"))) == Fault(Kind.ENVIRONMENT, "ValueError: no reward in time")
-    assert fault_of(path, Odd(RewardError("timed out"))) == Fault(Kind.REWARD, "timed out")
-    assert fault_of(path, Odd(FatalRewardError("gone"))) == Fault(Kind.REWARD, "gone", fatal=True)
-    assert fault_of(path, Odd("no step")).kind is Kind.ENVIRONMENT
+    assert fault_of(path, FixedAnswer(TimeoutError("x"))) == Fault(Kind.ENVIRONMENT, "TimeoutError: x")
+    assert fault_of(path, FixedAnswer(ValueError("no reward in time"))) == Fault(
+        Kind.ENVIRONMENT, "ValueError: no reward in time"
+    )
+    assert fault_of(path, FixedAnswer(RewardError("timed out"))) == Fault(Kind.REWARD, "timed out")
+    assert fault_of(path, FixedAnswer(FatalRewardError("gone"))) == Fault(Kind.REWARD, "gone", fatal=True)
+    assert fault_of(path, FixedAnswer("no step")).kind is Kind.ENVIRONMENT
     assert of_engine(RuntimeError("time")) == Fault(Kind.ENGINE, "RuntimeError: time")
     assert of_engine(ValueError("too long")) == Fault(Kind.REJECTED, "ValueError: too long")
 
@@ -203,14 +205,14 @@ def test_a_token_that_is_not_in_the_vocabulary_is_rejected_before_an_engine_sees
     fault = fault_of(path, ENVIRONMENT, prompt)
     assert fault == Fault(Kind.REJECTED, f"prompt 'p0' has the token {token}, but the ids of the model's vocabulary end at 63")
     observed = StepResult(0.0, False, np.array([5, token], np.int32))
-    assert fault_of(path, Odd(StepResult(0.0, False, np.array([2**40 + 5])))).kind is Kind.REJECTED
-    assert fault_of(path, Odd(StepResult(0.0, False, np.array([1.5])))).kind is Kind.ENVIRONMENT
-    assert fault_of(path, Odd(observed)).kind is Kind.REJECTED
+    assert fault_of(path, FixedAnswer(StepResult(0.0, False, np.array([2**40 + 5])))).kind is Kind.REJECTED
+    assert fault_of(path, FixedAnswer(StepResult(0.0, False, np.array([1.5])))).kind is Kind.ENVIRONMENT
+    assert fault_of(path, FixedAnswer(observed)).kind is Kind.REJECTED
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39])
 def test_a_reward_that_is_no_float32_is_a_failed_reward_under_the_policy_for_these(path, reward):
-    environment = Odd(StepResult(reward, True))
+    environment = FixedAnswer(StepResult(reward, True))
     fatal = fault_of(path, environment)
     assert fatal.kind is Kind.REWARD and fatal.fatal and str(reward) in fatal.reason
     dropped = fault_of(path, environment, on_reward_failure="drop")

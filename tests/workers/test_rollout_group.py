@@ -156,7 +156,7 @@ def test_weights_and_evaluations_do_not_wait_for_a_worker_that_says_nothing(path
         actors[0].engine.load_weights = lambda update: asyncio.sleep(3600)
         served = await group.update_weights(update_of(tiny_model(), 1), [0, 1])
         batch = await group.evaluate(prompts_of(4), SamplingParams(max_new_tokens=3, temperature=0.0))
-        return served, batch.batch.prompt_ids, group.up(), str(group.workers[0].loss), await group.stats()
+        return served, batch.batch.prompt_ids, group.up(), str(group.workers[0].failure), await group.stats()
 
     served, prompts, up, loss, stats = with_group(path, use, timeout_s=2.0)
     assert served == {1: checksum_of(tiny_model())} and up == [1]

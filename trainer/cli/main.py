@@ -45,7 +45,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, or with a line on stderr 1 (a run cannot go on), 2 (a setting is refused)."""
+    """Run one command; returns 0, or with a line on stderr 1 (a run cannot continue) or 2 (a setting is refused)."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the console is for the steps of the run
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)

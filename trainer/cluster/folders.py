@@ -42,7 +42,7 @@ def new_run_dir(run_dir: str) -> Path:
     folder = Path(run_dir).absolute()
     if (folder / "config.yaml").exists():
         raise ConfigError(
-            f"{folder} holds a run already: `rlframe resume {run_dir}` goes on with it, another name=... starts afresh."
+            f"{folder} holds a run already: `rlframe resume {run_dir}` resumes it, another name=... starts a new run."
         )
     return folder
 

@@ -26,11 +26,11 @@ END_S = 20.0
 """How long a head may take to end by itself."""
 
 
-class HeadFailed(RuntimeError):
+class RayHeadFailed(RuntimeError):
     """No head starts on this machine; the message has Ray's reason."""
 
 
-class Head:
+class RayHead:
     """A head that starts; `address` waits for it.
 
     Args:
@@ -53,7 +53,7 @@ class Head:
         """Where the head listens, and the environment variables with which it lets somebody in.
 
         Raises:
-            HeadFailed: it did not start.
+            RayHeadFailed: it did not start.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -61,7 +61,7 @@ class Head:
             json.loads(line) if line.endswith(b"\n") else {"error": self._output() or "the head ended while it started"}
         )
         if "error" in answer:
-            raise HeadFailed(f"No Ray head starts on this machine: {answer['error'].strip()}")
+            raise RayHeadFailed(f"No Ray head starts on this machine: {answer['error'].strip()}")
         self._up = True
         return answer["address"], answer["environment"]
 
@@ -100,20 +100,20 @@ class Head:
         self._process.wait()
 
 
-heads: list[Head] = []
+ray_heads: list[RayHead] = []
 """The local head of this process, if there is one: started ahead, or by `trainer.cluster.ray_cluster.start_ray`."""
 
 
 @contextlib.contextmanager
-def head_ahead(placement: Placement) -> Iterator[None]:
+def prestarted_head(placement: Placement) -> Iterator[None]:
     """Start the local head of ``placement``, if it wants one, beside what the driver does before it needs Ray.
 
-    A head that nobody took over is gone afterwards.
+    A head that was not taken over is ended afterwards.
     """
     if placement.address is None:
-        heads.append(Head(placement.cpus))
+        ray_heads.append(RayHead(placement.cpus))
     try:
         yield
     finally:
-        while heads:
-            heads.pop().kill()
+        while ray_heads:
+            ray_heads.pop().kill()

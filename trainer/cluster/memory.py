@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rlframe.config import LoraConfig
-from trainer.cluster.placement import Backbone, Placement
+from trainer.cluster.placement import BackbonePlan, Placement
 from trainer.settings.config import Config
 from workers.engines.registry import engine_spec
 
@@ -137,7 +137,7 @@ def _learner(config: Config, placement: Placement, shape: Shape) -> Iterator[tup
     yield "the process itself", PROCESS_OVERHEAD["learner"]
 
 
-def _trained(config: Config, backbone: Backbone, session: str, shape: Shape) -> int:
+def _trained(config: Config, backbone: BackbonePlan, session: str, shape: Shape) -> int:
     lora, critic = (config.actor.lora, 0) if session == "actor" else (config.critic.lora, 1)
     if backbone.trainable:
         return shape.parameters + critic * shape.hidden

@@ -19,7 +19,7 @@ from workers.rollout.settings import serves_other_weights
 
 
 @dataclass(frozen=True)
-class Backbone:
+class BackbonePlan:
     """One copy of the base model, sharded over the ranks of the learner."""
 
     trainable: bool
@@ -29,7 +29,7 @@ class Backbone:
 
 
 @dataclass(frozen=True)
-class Group:
+class ActorGroup:
     """Ray actors of one kind."""
 
     name: str
@@ -59,9 +59,9 @@ class Group:
 class Placement:
     """What a job asks of Ray."""
 
-    groups: tuple[Group, Group]
+    groups: tuple[ActorGroup, ActorGroup]
     """Learner, then rollout (the engine for evaluation last, if it is one of its own)."""
-    backbones: tuple[Backbone, ...]
+    backbones: tuple[BackbonePlan, ...]
     """Copies of the base model in the learner; the actor's first."""
     address: str | None
     """Cluster to join; None: a Ray head on this machine."""
@@ -141,7 +141,7 @@ class Placement:
 _STRATEGIES = {"PACK": "packed on as few nodes as possible", "SPREAD": "spread over the nodes"}
 
 
-def _describe_backbone(i: int, backbone: Backbone, ranks: int) -> str:
+def _describe_backbone(i: int, backbone: BackbonePlan, ranks: int) -> str:
     shards = f"sharded over {ranks} ranks" if ranks > 1 else "whole on its rank"
     kind = "all weights train" if backbone.trainable else "frozen"
     return f"      backbone {i} ({kind}, {shards}): {', '.join(backbone.sessions)}"
@@ -162,8 +162,8 @@ def plan(config: Config) -> Placement:
         engines, engines_key = engines + 1, "one for evaluation + rollout.workers"
     placement = Placement(
         groups=(
-            Group("learner", actor.ranks, actor.cpus, actor.gpus, "actor.ranks", "PACK"),
-            Group("rollout", engines, rollout.cpus, rollout.gpus, engines_key, "SPREAD"),
+            ActorGroup("learner", actor.ranks, actor.cpus, actor.gpus, "actor.ranks", "PACK"),
+            ActorGroup("rollout", engines, rollout.cpus, rollout.gpus, engines_key, "SPREAD"),
         ),
         backbones=_backbones(config),
         address=cluster_address(config),
@@ -195,12 +195,12 @@ def cluster_address(config: Config) -> str | None:
     return address
 
 
-def _backbones(config: Config) -> tuple[Backbone, ...]:
+def _backbones(config: Config) -> tuple[BackbonePlan, ...]:
     critics = critic_names(config)
     if critics and config.actor.mode == "lora" and config.critic.mode == "lora":
-        return (Backbone(False, ("actor", *critics)),)
-    policy = Backbone(config.actor.mode == "full", ("actor",))
-    return (policy, Backbone(config.critic.mode == "full", critics)) if critics else (policy,)
+        return (BackbonePlan(False, ("actor", *critics)),)
+    policy = BackbonePlan(config.actor.mode == "full", ("actor",))
+    return (policy, BackbonePlan(config.critic.mode == "full", critics)) if critics else (policy,)
 
 
 def local_gpus() -> int:

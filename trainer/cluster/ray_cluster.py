@@ -18,7 +18,7 @@ from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
 from rlframe.config import ConfigError
-from trainer.cluster.head import Head, heads
+from trainer.cluster.head import RayHead, ray_heads
 from trainer.cluster.head_process import SETTINGS
 from trainer.cluster.placement import Placement
 from workers.pools import Pool, reserve
@@ -36,7 +36,7 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
 
     Raises:
         ConfigError: no cluster answers there, or it refuses us.
-        HeadFailed: no local head starts.
+        RayHeadFailed: no local head starts.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -45,8 +45,8 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
         _log_to(log)
     common: dict[str, Any] = {"log_to_driver": False, "configure_logging": log is None, "logging_level": "warning"}
     if address is None:
-        head = heads[0] if heads else Head(placement.cpus)
-        heads[:] = [head]
+        head = ray_heads[0] if ray_heads else RayHead(placement.cpus)
+        ray_heads[:] = [head]
         address, environment = head.address()
         if log is not None:
             head.log_to(log)
@@ -54,7 +54,7 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
         RayConfig.initialize("")  # reads the environment again: a new head may want a token, by Ray's own choice
         ray.init(address=address, **common)
         return
-    _knock(address)
+    _check_reachable(address)
     try:
         ray.init(address=address, **common)
     except AuthenticationError:
@@ -69,13 +69,13 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
 def stopping_ray() -> Iterator[None]:
     """Leave the cluster; the local head, if there is one, ends beside what is done inside."""
     ray.shutdown()
-    for head in heads:
+    for head in ray_heads:
         head.end()
     try:
         yield
     finally:
-        while heads:
-            heads.pop().wait()
+        while ray_heads:
+            ray_heads.pop().wait()
 
 
 def _log_to(log: Path) -> None:
@@ -86,7 +86,7 @@ def _log_to(log: Path) -> None:
     logging.getLogger("ray").handlers[:] = [handler]
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Fail at once where nothing listens; Ray itself would try for a long time."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():

@@ -86,7 +86,7 @@ def training(overrides: Sequence[str], working_dir: str | None, env: Sequence[st
 
 
 def resuming(run: str, overrides: Sequence[str], working_dir: str | None, env: Sequence[str]) -> Job:
-    """A job that goes on with the run in ``run``, a path on the cluster; see `training`."""
+    """A job that resumes the run in ``run``, a path on the cluster; see `training`."""
     _refuse_shadowing(working_dir)
     _check_run_dir(run)
     config = _resumed(Path(run), overrides)

@@ -61,7 +61,7 @@ async def conclude(error: BaseException, controller: Controller | None) -> BaseE
     cause = await explain(error, controller)
     if controller is None or not controller.tracker.has_steps or isinstance(cause, LearnerDied | ConfigError):
         return cause
-    saved, sentence = await keep(controller)
+    saved, sentence = await save_learned(controller)
     if not isinstance(cause, RunFailed):
         cause.add_note(sentence)
     elif not (saved and isinstance(cause, WorkerDied)):
@@ -69,7 +69,7 @@ async def conclude(error: BaseException, controller: Controller | None) -> BaseE
     return cause
 
 
-async def keep(run: Controller) -> tuple[bool, str]:
+async def save_learned(run: Controller) -> tuple[bool, str]:
     """Save what was learned if it is whole, within a time limit; returns whether that worked, and a sentence about it."""
     resume = f"`rlframe resume {run.config.run_dir}`"
     if run.phase is recovery.Phase.UPDATING:

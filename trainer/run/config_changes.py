@@ -1,6 +1,6 @@
-"""What may differ between the configuration of a checkpoint and that of the command that goes on from it, key by key.
+"""What may differ between the configuration of a checkpoint and that of the command that continues from it, key by key.
 
-Everything that is not refused here is allowed, and named when the run goes on.
+Everything that is not refused here is allowed, and named when the run resumes.
 """
 
 from __future__ import annotations

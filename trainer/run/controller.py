@@ -143,8 +143,8 @@ class Controller:
         while True:
             try:
                 collected = await self.rollouts.collect(worker)
-            except WorkerLost as loss:
-                if not await lost_workers.bring_back(self, worker, loss):
+            except WorkerLost as failure:
+                if not await lost_workers.replace(self, worker, failure):
                     return
                 self.waits(f"collect_{worker}", "a rollout to finish")
                 continue
@@ -186,7 +186,7 @@ class Controller:
         self.step, self.phase, self.estimator_before = self.step + 1, Phase.TAKEN, deepcopy(self.estimator.state_dict())
         actor_rests = critic and self.step <= self.config.critic.warmup_steps
         batch = Batch.concat([slot.result for slot in slots if slot.result is not None])
-        shared = self.learner.share_columns(batch)
+        shared = self.learner.put_columns(batch)
         metrics = {**rollout_metrics(batch), **staleness_metrics(batch, self.version)}
 
         # 2. values
@@ -246,7 +246,7 @@ class Controller:
             return None
         self.waits("learn", "the policy's view of a sample of rollouts")
         chosen = choose(batch, self.config.log.rollouts_count)
-        ours = await self.learner.logprobs(self.learner.share(chosen), self.config.rollout.temperature)
+        ours = await self.learner.logprobs(self.learner.put(chosen), self.config.rollout.temperature)
         return Sample(chosen, ours["logprobs"], ours["entropy"])
 
     async def sync_weights(self, workers: Collection[int]) -> None:

@@ -29,8 +29,8 @@ async def evaluate(run: Controller) -> dict[str, float]:
             await run.evaluators.admit([0])
         try:
             return _measure(run, await run.evaluators.evaluate(run.eval_prompts, sampling, wait=not apart))
-        except WorkerLost as loss:
-            run.tracker.say(f"{loss} The evaluation is done again.")
+        except WorkerLost as failure:
+            run.tracker.say(f"{failure} The evaluation is done again.")
 
 
 def _measure(run: Controller, evaluation: Evaluation) -> dict[str, float]:

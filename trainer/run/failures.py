@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on; the message says why in one sentence."""
+    """The run cannot continue; the message says why in one sentence."""
 
 
 class CheckpointError(RunFailed):

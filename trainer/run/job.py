@@ -25,7 +25,7 @@ from rlframe.files import replace
 from rlframe.models import resolve_model
 from rlframe.types import Prompt
 from trainer.cluster.folders import check_run_dir, new_run_dir
-from trainer.cluster.head import HeadFailed, head_ahead
+from trainer.cluster.head import RayHeadFailed, prestarted_head
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
 from trainer.cluster.ray_cluster import reserve_pools, start_ray, stopping_ray
@@ -73,7 +73,7 @@ def train(config: Config) -> Path:
 
     Raises:
         ConfigError: a setting is refused, or the run directory holds another run.
-        RunFailed: the run cannot go on.
+        RunFailed: the run cannot continue.
     """
     check(config)
     run_dir = new_run_dir(config.run_dir)
@@ -97,7 +97,7 @@ def resume(run: str, overrides: list[str]) -> Path:
 
     Raises:
         ConfigError: a setting is refused, or differs from the checkpoint's and must not.
-        RunFailed: the run cannot go on, or no checkpoint can be used.
+        RunFailed: the run cannot continue, or no checkpoint can be used.
     """
     check_run_dir(run)
     run_dir = Path(run).absolute()
@@ -116,10 +116,10 @@ def resume(run: str, overrides: list[str]) -> Path:
             for line in config_changes.changes(load_yaml(checkpoint / "config.yaml"), config):
                 print(f"changed since {checkpoint.name}: {line}")
             if step_of(checkpoint) >= config.steps:
-                print(f"{run_dir} has done all its steps={config.steps}; give a larger number to go on.")
+                print(f"{run_dir} has done all its steps={config.steps}; give a larger number to continue.")
                 return run_dir
         check_machine(config)
-        with head_ahead(plan(config)):
+        with prestarted_head(plan(config)):
             inputs = read_inputs(config, checkpoint is not None and recovery.held_out_by_tokens(checkpoint))
             if checkpoint is not None:
                 recovery.check_prompts(checkpoint, inputs.stream)
@@ -210,7 +210,7 @@ def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | No
         tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
         pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
         asyncio.run(work(config, inputs, run_dir, checkpoint, restarts, tracker, pools))
-    except HeadFailed as error:
+    except RayHeadFailed as error:
         raise RunFailed(str(error)) from None
     except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
         raise KeyboardInterrupt from None
@@ -265,7 +265,10 @@ async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: 
     if serves_other_weights(config.rollout):
         (run_dir / "logs" / "evaluation").mkdir(exist_ok=True)
         evaluators = RolloutGroup.launch(
-            evaluator_config(config), inputs.model_path, f"{logs}/evaluation", pools["rollout"].behind(config.rollout.workers)
+            evaluator_config(config),
+            inputs.model_path,
+            f"{logs}/evaluation",
+            pools["rollout"].starting_at(config.rollout.workers),
         )
     learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"], critic_names(config))
     limit = config.cluster.startup_timeout_s

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from trainer.run.controller import Controller
 
 
-async def bring_back(run: Controller, worker: int, loss: WorkerLost) -> bool:
+async def replace(run: Controller, worker: int, failure: WorkerLost) -> bool:
     """Re-issue the prompts of a lost worker, start it again, and let prompts go to it when it serves the current weights.
 
     Args:
         run: the run.
         worker: number of the worker.
-        loss: why it is lost.
+        failure: why it is lost.
 
     Returns:
         False if the run continues without it. Otherwise it is back; if it is lost again meanwhile, `collect` says so.
@@ -33,11 +33,11 @@ async def bring_back(run: Controller, worker: int, loss: WorkerLost) -> bool:
     rollouts = run.config.algorithm.rollouts_per_prompt
     run.faults.counts["reissued"] += reissued * rollouts
     for slot in given_up:
-        reason = f"every worker that had it was lost, most recently because: {loss}"
-        run.drop(slot, [Fault(loss.kind, reason)] * rollouts)
+        reason = f"every worker that had it was lost, most recently because: {failure}"
+        run.drop(slot, [Fault(failure.kind, reason)] * rollouts)
 
-    def say(loss: WorkerLost) -> None:
-        run.tracker.say(f"{loss} It is started again; {reissued} prompts are sent again.")
+    def say(failure: WorkerLost) -> None:
+        run.tracker.say(f"{failure} It is started again; {reissued} prompts are sent again.")
         run.faults.counts["worker_restarts"] += 1
         run.waits(f"collect_{worker}", "its worker to start again")
 
@@ -45,7 +45,7 @@ async def bring_back(run: Controller, worker: int, loss: WorkerLost) -> bool:
         async with run.policy:
             await run.sync_weights([worker])
 
-    last = await run.rollouts.bring_back(worker, ready, say)
+    last = await run.rollouts.restart_until_ready(worker, ready, say)
     if last is None:
         return True
     limit = f"rollout.max_restarts={run.config.rollout.max_restarts}"

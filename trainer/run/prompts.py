@@ -53,7 +53,7 @@ class PromptStream:
         }
 
     @property
-    def former_fingerprint(self) -> str:
+    def legacy_fingerprint(self) -> str:
         """What older checkpoints hold: 16 hex digits that change with any prompt's id or tokens, or their order."""
         digest = hashlib.sha256()
         for problem in self.problems:

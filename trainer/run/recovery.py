@@ -116,21 +116,21 @@ def held_out_by_tokens(directory: Path) -> bool:
 
 
 def check_prompts(directory: Path, stream: PromptStream) -> None:
-    """Refuse to go on with other prompts: a position in the stream would mean another prompt.
+    """Refuse to continue with other prompts: a position in the stream would mean another prompt.
 
     Raises:
         ConfigError: the training prompts are not those of the checkpoint.
     """
     then = read_state(directory)["prompts"]
     if isinstance(then, str):
-        same = then == stream.former_fingerprint
+        same = then == stream.legacy_fingerprint
         what = None if same else "have other names or tokens (its version compared the name of the file and what it renders to)"
     else:
         what = stream.difference(then)
     if what:
         raise ConfigError(
-            f"The training prompts {what}, compared with those that {directory.name} was written with, so the run cannot go on "
-            "with them; give it the old ones (task.train may lie elsewhere), or start another run from an export."
+            f"The training prompts {what}, compared with those that {directory.name} was written with, so the run cannot "
+            "continue with them; give it the old ones (task.train may lie elsewhere), or start another run from an export."
         )
 
 

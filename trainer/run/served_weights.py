@@ -35,7 +35,7 @@ async def probe_fault(
     if not completions:
         return None
     batch = Batch.from_trajectories([_as_trajectory(prompt, completion) for completion in completions.values()])
-    ours = (await learner.logprobs(learner.share(batch), temperature))["logprobs"]
+    ours = (await learner.logprobs(learner.put(batch), temperature))["logprobs"]
     differences = np.where(batch.action_mask, np.abs(ours - batch.logprobs), 0.0)
     for i, worst in zip(completions, np.maximum.reduceat(differences, batch.offsets[:-1]), strict=True):
         if not worst <= tolerance:

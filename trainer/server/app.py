@@ -143,7 +143,7 @@ def _sampling_routes(app: FastAPI, service: Service) -> None:
         return service.samples.create_sampling_session(body, user)
 
     @app.post(f"{API}/asample")
-    async def asample(body: wire.Sample, user: User) -> dict[str, Any]:
+    async def asample(body: wire.SampleRequest, user: User) -> dict[str, Any]:
         return service.samples.sample(body, user)
 
     @app.get(f"{API}/samplers/{{sampler_id}}")

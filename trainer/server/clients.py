@@ -76,7 +76,7 @@ class Clients:
         return sorted((s for s in self._all.values() if s.user == user), key=lambda s: s.created)
 
     def by_id(self, id: str) -> ClientSession | None:
-        """A session, whoever's it is."""
+        """A session, regardless of its user."""
         return self._all.get(id)
 
     def add_sampler(self, session: ClientSession, sampler: Sampler) -> Sampler:

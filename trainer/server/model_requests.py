@@ -192,7 +192,7 @@ class ModelRequests:
     def _training_weights(self, path: str, user: str) -> Checkpoint:
         parsed = paths.parse(path)
         if parsed.kind != "weights":
-            raise UserError(f"path={path!r} is an adapter for samplers; training goes on from weights that save_state saved.")
+            raise UserError(f"path={path!r} is an adapter for samplers; training continues from weights that save_state saved.")
         return self._server.store.find(parsed, user)
 
     def _numbered(

@@ -21,7 +21,7 @@ class WeightsPath:
     run: str
     """Model id, ``<session>:train:<number>``."""
     kind: str
-    """``weights`` (training goes on from it) or ``sampler_weights`` (an adapter)."""
+    """``weights`` (training continues from it) or ``sampler_weights`` (an adapter)."""
     name: str
     """Given by the client."""
 

@@ -60,7 +60,7 @@ class SampleRequests:
         adapter = ServedAdapter(saved.key, str(self._server.store.folder(paths.parse(saved.path))))
         return self._server.clients.add_sampler(session, Sampler(id, saved.model.base_model, saved.path, adapter))
 
-    def sample(self, body: wire.Sample, user: str) -> dict[str, Any]:
+    def sample(self, body: wire.SampleRequest, user: str) -> dict[str, Any]:
         """``asample``: a future of samples."""
         if self._server.scheduler.stopping:
             raise UserError("The server is stopping; ask again when it is back.", status=503)
@@ -79,7 +79,7 @@ class SampleRequests:
                 task.add_done_callback(under.discard)
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    def _sampler_of(self, body: wire.Sample, user: str) -> Sampler:
+    def _sampler_of(self, body: wire.SampleRequest, user: str) -> Sampler:
         if body.sampling_session_id is not None:
             return self._server.clients.sampler(body.sampling_session_id, user)
         if body.model_path is not None:
@@ -92,7 +92,7 @@ class SampleRequests:
             f"base_model={body.base_model!r} is not served here; this server has {base_names(self._server.config)[0]!r}."
         )
 
-    async def _sample(self, future: Future, sampler: Sampler, body: wire.Sample) -> None:
+    async def _sample(self, future: Future, sampler: Sampler, body: wire.SampleRequest) -> None:
         try:
             future.succeed(await self._server.sampling.sample(sampler, body))
         except asyncio.CancelledError:

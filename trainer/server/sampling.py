@@ -26,7 +26,7 @@ class Sampling:
         """``eos``: what ends a sample where the client names no stop; ``limits.context`` is the engine's."""
         self._group, self._limits, self._tokenizer, self._eos = group, limits, tokenizer, eos
 
-    async def sample(self, sampler: Sampler, body: wire.Sample) -> bytes:
+    async def sample(self, sampler: Sampler, body: wire.SampleRequest) -> bytes:
         """``SampleResponse`` of one request.
 
         Raises:
@@ -52,7 +52,7 @@ class Sampling:
             scored.logprobs = np.zeros(0, np.float32)
         return protobuf.write_samples(completions, body.topk_sample_logprobs, scored, body.topk_prompt_logprobs)
 
-    def _prompt(self, body: wire.Sample) -> np.ndarray:
+    def _prompt(self, body: wire.SampleRequest) -> np.ndarray:
         if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
             raise UserError("prompt has a chunk that is not text, which no model of this server takes.")
         tokens = np.array([token for chunk in body.prompt.chunks for token in chunk.tokens], np.int64)
@@ -62,7 +62,7 @@ class Sampling:
             raise UserError(f"prompt must hold token ids from 0 to {self._limits.vocabulary - 1}.")
         return tokens.astype(np.int32)
 
-    def _params(self, body: wire.Sample, length: int) -> tuple[SamplingParams, list[str]]:
+    def _params(self, body: wire.SampleRequest, length: int) -> tuple[SamplingParams, list[str]]:
         wanted, room = body.sampling_params, self._limits.context - length
         if room < 1:
             raise UserError(
@@ -134,7 +134,7 @@ class Sampling:
         text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
         return any(string in text for string in strings)
 
-    def _score(self, body: wire.Sample, length: int) -> ScoreRequest | None:
+    def _score(self, body: wire.SampleRequest, length: int) -> ScoreRequest | None:
         last, targets = body.prompt_logprobs_last_n, body.target_prompt_logprobs
         if last is not None and not (body.prompt_logprobs and 1 <= last < length):
             raise UserError(f"prompt_logprobs_last_n={last} needs prompt_logprobs, and a number from 1 to len(prompt) - 1.")

@@ -19,7 +19,7 @@ from rlframe.config import ConfigError
 from rlframe.context_length import check_context, longest_context
 from rlframe.models import resolve_model
 from trainer.cluster.folders import check_run_dir
-from trainer.cluster.head import HeadFailed
+from trainer.cluster.head import RayHeadFailed
 from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
 from trainer.cluster.ray_cluster import reserve_pools, start_ray, stopping_ray
@@ -96,7 +96,7 @@ def serve(config: Config) -> None:
             asyncio.run(_serve(config, base, keys, own_key, run_dir, listener, pools))
         except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
             raise KeyboardInterrupt from None
-        except HeadFailed as error:
+        except RayHeadFailed as error:
             raise RunFailed(str(error)) from None
         finally:
             interruptible()

@@ -56,7 +56,7 @@ class Service:
 
     def start(self) -> None:
         """Start the line of calls and the housekeeping."""
-        self._background = [asyncio.create_task(self.scheduler.run()), asyncio.create_task(self._keep_house())]
+        self._background = [asyncio.create_task(self.scheduler.run()), asyncio.create_task(self._sweep_periodically())]
 
     async def stop(self) -> None:
         """Run what can still run, save every model, and stop."""
@@ -147,13 +147,13 @@ class Service:
         if model.awake and not model.line.ready:
             self.scheduler.submit(model.line, Call("sleep", [Future("sleep", "")], sleep, [None]), None)
 
-    async def _keep_house(self) -> None:
+    async def _sweep_periodically(self) -> None:
         while True:
             await asyncio.sleep(min(SWEEP_S, self.config.server.idle_timeout_s / 2))
             try:
                 await self.sweep()
             except Exception:
-                logger.exception("housekeeping failed")
+                logger.exception("the periodic sweep failed")
 
     async def sweep(self) -> None:
         """Forget old results, put idle models to sleep, delete weights whose time is over."""

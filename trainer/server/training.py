@@ -1,6 +1,6 @@
 """Models of clients: sessions on the ranks, created, trained, saved, put to sleep and woken.
 
-A model in memory is a session of the same name on every rank. One that nobody has asked for in a while lies on disk, and its
+A model in memory is a session of the same name on every rank. One that has been idle for a while lies on disk, and its
 next call brings it back. A gradient that no optimiser step has used is not kept over that. The order of calls is
 `trainer.server.scheduler`.
 """
@@ -188,7 +188,7 @@ class Training:
         logger.info("model %s sleeps", model.info.id)
 
     async def unload(self, model: Model) -> None:
-        """Free a model's memory for good; what it saved stays."""
+        """Free a model's memory permanently; what it saved stays."""
         if model.awake:
             await self._group.call("delete_session", model.info.id)
             model.awake = False

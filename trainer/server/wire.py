@@ -124,7 +124,7 @@ class TokenChunk(Body):
     tokens: list[int] = []
 
 
-class Prompt(Body):
+class ModelInput(Body):
     """A prompt in runs of tokens."""
 
     chunks: list[TokenChunk]
@@ -150,10 +150,10 @@ class TensorBody(Body):
     sparse_col_indices: list[int] | None = None
 
 
-class Sample(Body):
+class SampleRequest(Body):
     """``asample``"""
 
-    prompt: Prompt
+    prompt: ModelInput
     sampling_params: SamplingBody = SamplingBody()
     num_samples: int = 1
     base_model: str | None = None

@@ -28,7 +28,7 @@ def current(key: str) -> str:
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
             now = new + key.removeprefix(old)
-            say(f"{key} is called {now} now; write {now}, since the next version does not know the old name.")
+            warn(f"{key} is called {now} now; write {now}, since the next version does not know the old name.")
             return now
     return key
 
@@ -58,11 +58,11 @@ def name_bands(composed: Any) -> None:
         value = OmegaConf.select(composed, key)
         if isinstance(bounds := band(value), list) and isinstance(value, str):
             wanted = f"{key}=[{bounds[0]:g},{bounds[1]:g}]"
-            say(f"{key}={value} is read as a band; write {wanted}, since the next version does not know the old form.")
+            warn(f"{key}={value} is read as a band; write {wanted}, since the next version does not know the old form.")
 
 
 @functools.cache
-def say(sentence: str) -> None:
+def warn(sentence: str) -> None:
     """Once in a process; on stderr, since stdout may be a configuration."""
     print(f"rlframe: {sentence}", file=sys.stderr)
 

@@ -50,11 +50,11 @@ class CheckpointConfig:
     keep_last: int = field(default=3, metadata=at_least(1))
     """Newest checkpoints that are kept."""
     keep_every: int = field(default=0, metadata=at_least(0))
-    """Checkpoints of steps that this divides are kept for good; 0: none."""
+    """Checkpoints of steps that this divides are kept permanently; 0: none."""
     keep_best: int = field(default=1, metadata=at_least(0))
     """Checkpoints with the highest held-out reward that are kept; only those of steps with an evaluation have one."""
     max_failures: int = field(default=3, metadata=at_least(0))
-    """Times that a run starts again by itself from its last checkpoint after a process that it needs has died, counted anew
+    """Times that a run starts again by itself from its last checkpoint after a process that it needs has died, counted again
     from each new checkpoint; one that cannot even start ends the run."""
 
 

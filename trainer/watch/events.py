@@ -6,7 +6,8 @@
 ``controller/<loop>``, ``learner``, ``rollout/<n>`` (episodes; several at once) or ``engine/<n>`` (pauses for new weights). All
 else depends on ``what``. The file is a log of time and not of steps: a step that a resumed run repeats is in it twice.
 
-Lines are written by a thread of their own, so that nobody waits for the disk. What is made of them is `trainer.watch.timeline`.
+Lines are written by a thread of their own, so that callers do not wait for the disk. See
+`trainer.watch.timeline` for the reader.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class EventLog:
         self._open[row] = (what, moment)
 
     def close(self) -> None:
-        """End what goes on and write everything; later events are dropped."""
+        """End the spans that are open and write everything; later events are dropped."""
         for row in list(self._open):
             what, begin = self._open.pop(row)
             self.add(Event(row, what, begin, time.time()))

@@ -186,7 +186,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "rollout_corr/log_ratio_abs_max",
-            "largest abs(log p - log q) of a sampled token, nats; 0 only where sampler and trainer agree to the bit",
+            "largest abs(log p - log q) of a sampled token, nats; 0 only where sampler and trainer agree bit for bit",
             "Above 1 at `max_staleness=0`: a token sees another model; compare dtypes and `rollout.weight_sync`.",
         ),
         Metric("rollout_corr/chi2_token", "E[r^2] - 1 over tokens: the variance that ratios add"),
@@ -272,8 +272,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "rollouts that took too long",
             "Grows: raise `rollout.timeout_s`, or look for hanging tools.",
         ),
-        Metric("fault/reward", "rollouts without a reward", "Grows: mend the reward function; see `task.on_reward_failure`."),
-        Metric("fault/environment", "rollouts whose environment raised an exception", "Grows: mend the environment."),
+        Metric("fault/reward", "rollouts without a reward", "Grows: fix the reward function; see `task.on_reward_failure`."),
+        Metric("fault/environment", "rollouts whose environment raised an exception", "Grows: fix the environment."),
         Metric("fault/engine", "rollouts that the engine failed on", "Grows: see `logs/rollout_*.log`."),
         Metric("fault/worker_lost", "rollouts given up because every worker that had them was lost"),
         Metric(

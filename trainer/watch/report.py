@@ -126,7 +126,7 @@ def summarise(curves: dict[str, tuple[list[int], list[float]]]) -> list[float | 
 
 def build_page(runs: list[dict[str, Any]]) -> str:
     """The HTML of the page."""
-    _name_apart(runs)
+    _make_names_unique(runs)
     known = sorted({key for run in runs for key in run["metrics"]})
     data = {
         "runs": runs,
@@ -204,7 +204,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     return leaves
 
 
-def _name_apart(runs: list[dict[str, Any]]) -> None:
+def _make_names_unique(runs: list[dict[str, Any]]) -> None:
     """Give runs of the same directory name a number."""
     names = [run["name"] for run in runs]
     for i, run in enumerate(runs):

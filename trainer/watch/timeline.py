@@ -87,7 +87,7 @@ def _lanes(events: list[Event]) -> list[int]:
     return lanes
 
 
-def busy_shares(events: Iterable[Event], bins: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def busy_fractions(events: Iterable[Event], bins: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """How busy every row was over time.
 
     Returns:
@@ -102,7 +102,7 @@ def busy_shares(events: Iterable[Event], bins: int) -> tuple[np.ndarray, dict[st
     for name, spans in rows.items():
         begins, ends = np.array(_union(spans)).T
         before = np.concatenate([[0.0], np.cumsum(ends - begins)])  # seconds busy before each span
-        started = np.searchsorted(begins, edges)  # spans that begin before each edge, of which the last may go on after it
+        started = np.searchsorted(begins, edges)  # spans that begin before each edge, of which the last may continue after it
         beyond = np.maximum(np.concatenate([[edges[0]], ends])[started] - edges, 0)
         width = np.diff(edges)
         shares[name] = np.divide(np.diff(before[started] - beyond), width, out=np.zeros(bins), where=width > 0)

@@ -83,7 +83,7 @@ class WandbLog:
         """Record a step, with a table of the sampled rollouts ``rows`` (see `trainer.watch.samples.as_rows`) if there are any.
 
         wandb refuses to go back: a step that an attempt which died has sent already keeps that attempt's numbers there, while
-        ``metrics.jsonl`` has those of the attempt that went on.
+        ``metrics.jsonl`` has those of the attempt that continued.
         """
         if step < self.first:
             return

@@ -1,7 +1,7 @@
-"""What a sampler that serves many adapters at once is asked for, as `workers.engines.protocol` has it for one policy.
+"""The protocol of a sampler that serves many adapters at once; `workers.engines.protocol` has the one for a single policy.
 
-An adapter is a PEFT folder that never changes; a request names the one that it runs under, or none for the base model. How
-engines hold them is in `workers.engines.torch.adapters` and `workers.engines.vllm.adapters`.
+An adapter is a PEFT folder that never changes; a request names the one that it runs under, or none for the base model. See
+`workers.engines.torch.adapters` and `workers.engines.vllm.adapters` for how engines hold them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ServedAdapter:
     """One version of one policy."""
 
     key: str
-    """Unique for ever: names are reused after a deletion, keys are not."""
+    """Unique forever: names are reused after a deletion, keys are not."""
     folder: str
     """PEFT folder, on a path that all samplers see."""
 
@@ -45,7 +45,7 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """What is wanted of a prompt."""
+    """What to compute for a prompt."""
 
     top_k: int = 0
     """Width of the heads."""

@@ -1,6 +1,6 @@
-"""What is asked of the configuration, and of the machine, for the engine that it names; one sentence for each refusal.
+"""Checks of the configuration, and of the machine, for the engine that it names; one sentence for each refusal.
 
-What an engine can and refuses is said by its `EngineSpec`; no engine is known by name here.
+An engine's `EngineSpec` declares its capabilities and refusals; no engine is known by name here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.settings import Config
 
 
 def check_engine(config: Config) -> None:
-    """Refuse an unknown engine, and what the chosen one cannot do; a part of the checks of a job.
+    """Refuse an unknown engine and settings that the chosen one does not support; part of the checks of a job.
 
     Raises:
         ConfigError: one sentence that names the settings and says what to change.
@@ -46,7 +46,7 @@ def check_engine(config: Config) -> None:
 
 
 def _check_channel(config: Config) -> None:
-    """Refuse a way for weights that the engine does not have, or that nothing would go over."""
+    """Refuse a weight channel that the engine does not support, or that nothing would use."""
     rollout, off = config.rollout, "set rollout.weight_channel=ray"
     on = f"rollout.weight_channel={rollout.weight_channel}"
     having = [name for name in ENGINES if rollout.weight_channel in engine_spec(name).weight_channels]
@@ -103,7 +103,7 @@ def check_arguments(rollout: RolloutConfig) -> None:
     """Compare ``rollout.engine_args`` with the arguments that the engine installed here declares; nothing where it is not here.
 
     Raises:
-        ConfigError: an argument that there is not, or a value of another type.
+        ConfigError: an unknown argument, or a value of another type.
     """
     arguments = engine_spec(rollout.engine).arguments() if rollout.engine_args else None
     if arguments is None:

@@ -1,7 +1,7 @@
 """An engine's process must not outlive the rollout worker that owns it, however that worker ends.
 
-vLLM's core waits for messages that never come when its parent was killed; this watches for that. A process that is stopped
-or hangs in native code can watch nothing, so the kernel is asked, too. Nothing of vLLM is imported.
+vLLM's core waits for messages that never come when its parent was killed; this watches for that. A process that is stopped or
+hangs in native code cannot watch, so the kernel is asked, too. Nothing of vLLM is imported.
 """
 
 from __future__ import annotations

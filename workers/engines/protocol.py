@@ -14,7 +14,7 @@ PauseMode = Literal["keep", "abort"]
 
 
 class EngineDeadError(RuntimeError):
-    """The engine can serve no more; its worker has to be restarted."""
+    """The engine can no longer serve; its worker has to be restarted."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Stream:
-    """Where the tensors of a weight update come from when they do not travel with it."""
+    """Where an engine receives the tensors of a weight update that does not carry them."""
 
     address: str
     """Host of the learner's first rank."""
@@ -120,7 +120,7 @@ class Engine(Lifecycle, Protocol):
     """The sampler of a rollout worker: it serves one policy, which changes under its requests.
 
     What is called when: `start`, then `generate`, `health` and updates (`pause`, `load_weights`, `resume`) in any order and at
-    the same time, then `close`. ``tests/workers/test_engine_contract.py`` holds an engine to all that is said here.
+    the same time, then `close`. ``tests/workers/test_engine_contract.py`` checks an engine against all of this.
     """
 
     version: int

@@ -1,7 +1,7 @@
 """The engines by the name that ``rollout.engine`` gives them: a new one is its folder and a line here.
 
-An engine outside of this repository needs no line: ``rollout.engine=my_package:ENGINE`` names its `EngineSpec`. What an engine
-owes its callers is in `workers.engines.protocol`. No engine is imported here.
+An engine outside of this repository needs no line: ``rollout.engine=my_package:ENGINE`` names its `EngineSpec`. See
+`workers.engines.protocol` for what an engine must implement. No engine is imported here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ENGINES = {
 
 
 def engine_spec(name: str) -> EngineSpec:
-    """What is known of the engine ``rollout.engine=name``: one of `ENGINES`, or ``module:object`` of the user's own.
+    """The `EngineSpec` of ``rollout.engine=name``: one of `ENGINES`, or a custom ``module:object``.
 
     Raises:
-        ConfigError: there is none of that name, or what the path names is no `EngineSpec`.
+        ConfigError: the name is unknown, or the path does not name an `EngineSpec`.
     """
     path = ENGINES.get(name, name)
     if ":" not in path:

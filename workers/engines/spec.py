@@ -1,4 +1,4 @@
-"""What the rest of rlframe knows of an engine before it is imported: what it needs, what it can, what it refuses.
+"""What the rest of rlframe knows about an engine before importing it: requirements, capabilities, refusals.
 
 Every engine has one `EngineSpec` in its folder (``workers/engines/NAME/spec.py``, the object ``ENGINE``), which
 `workers.engines.registry` names. Checks, memory estimate, doctor, dry-run, server and rollout workers ask it; none of them
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class EngineSpec:
-    """An engine of which nothing is known but how it is built; those that can more, need more or refuse more override."""
+    """A minimal engine: only how to build it. Engines with more capabilities, requirements or refusals override members."""
 
     title: str = "the engine"
-    """What sentences call it."""
+    """Its name in messages."""
     package: str | None = None
-    """Module that it needs; None: none beside what rlframe needs itself."""
+    """Module that it needs; None: nothing beyond rlframe's own requirements."""
     distributions: tuple[str, ...] = ()
     """Packages of which one brings that module; ``rlframe doctor`` looks for them."""
     install: str = ""
@@ -65,7 +65,7 @@ class EngineSpec:
         raise NotImplementedError(f"{type(self).__name__} has no make_adapter_engine().")
 
     def check(self, config: Config) -> None:
-        """Refuse what else this engine cannot do; what the members above say is checked already.
+        """Refuse whatever else this engine does not support; the members above are checked already.
 
         Raises:
             ConfigError: one sentence that names the settings and says what to change.

@@ -1,10 +1,10 @@
-"""What an environment is: where prompts come from, and how an episode answers the policy's turns.
+"""The environment protocol: where prompts come from, and how an episode answers the policy's turns.
 
 Tokens in, tokens out: an environment gives a rendered prompt, takes the sampled tokens of one turn, and gives the reward
 and the tokens that come before the next turn. Nothing here knows an engine, Ray or a learner.
 
-What an episode answers is checked in `workers.rollout.episode`. Whatever is unusable costs this rollout alone, which is left
-out and counted as a fault; the run goes on until too many in a row fail (`trainer.run.faults`):
+`workers.rollout.episode` checks what an episode answers. An unusable answer costs this rollout alone, which is left out and
+counted as a fault; the run continues until too many in a row fail (`trainer.run.faults`):
 
 - a reward that is no finite float32: as ``task.on_reward_failure`` says (``raise`` ends the run, ``drop`` is fault ``reward``,
   ``zero`` counts 0); one that is no number at all is fault ``environment``;
@@ -84,7 +84,7 @@ class StepResult:
     observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """int32[O], tokens appended before the next turn; empty when done."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What else is worth keeping (JSON-like, small).
+    """Further data worth keeping (JSON-like, small).
 
     Numbers in a dict under `EXTRAS` are logged as means by their names; a reason under `FAILURE` says that there was no reward
     and 0 stands for it.
@@ -116,7 +116,7 @@ class Episode(Protocol):
 class Environment(Protocol):
     """A source of problems and of the episodes that run on them.
 
-    Derive from it: what has a value here needs none in an environment that is content with it. It is built as
+    Derive from it; members that have a value here are optional. It is built as
     ``factory(task, tokenizer, seed=..., eval_size=...)`` (`workers.environments.registry.make_environment`), once in the driver
     and once in every rollout worker.
     """
@@ -157,13 +157,13 @@ class Environment(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what it holds, when its rollout worker ends; episodes have ended."""
+        """Release resources when the rollout worker ends; episodes have ended."""
 
 
 TO_DEFINE = ("train_prompts", "eval_prompts", "episode")
 """Methods without a default."""
 MEMBERS = ("name", "stop_token_ids", "max_turns", "answer_tokens", "notes", "held_out_by_tokens", *TO_DEFINE, "close")
-"""What is asked of an environment that has been built."""
+"""Members that an environment must have."""
 
 
 def missing_members(environment: Any) -> list[str]:

@@ -60,7 +60,7 @@ def read_prompt(value: Any, tools: Any, task: TaskConfig, place: str) -> tuple[s
 
 
 def _answered(chat: Chat, task: TaskConfig, place: str) -> tuple[Chat, str | None]:
-    """Leave the policy something to say where the assistant has the last word."""
+    """Leave the policy a turn to answer where the assistant has the last message."""
     last = chat.messages[-1]
     if last["role"] != "assistant":
         return chat, None

@@ -1,4 +1,4 @@
-"""Whether the model can read the prompts of an environment, and write its stops; found before a run."""
+"""Whether the model has the tokens of an environment's prompts and stops; checked before a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading ``task.options`` into an environment's own dataclass, with an answer for mistyped names."""
+"""Reading ``task.options`` into an environment's own dataclass, with a suggestion for mistyped names."""
 
 from __future__ import annotations
 

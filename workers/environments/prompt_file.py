@@ -176,7 +176,7 @@ class PromptFile(Environment):
                 f"(prompt {excerpt(payload['row'][task.prompt_key])!r}): {reason}."
             )
             if task.on_reward_failure == "raise":
-                raise FatalRewardError(f"{sentence} task.on_reward_failure=drop or zero would go on.")
+                raise FatalRewardError(f"{sentence} task.on_reward_failure=drop or zero would continue.")
             if task.on_reward_failure == "drop" and not payload.get("held_out"):
                 raise RewardError(sentence)
             return StepResult(reward=0.0, done=True, metadata={FAILURE: reason})

@@ -44,13 +44,13 @@ class LearnerGroup:
         ]
         return cls(ranks)
 
-    def share(self, batch: Any) -> Any:
+    def put(self, batch: Any) -> Any:
         """Put a batch where all ranks can read it."""
         return ray.put(batch)
 
-    def share_columns(self, batch: Batch) -> SharedBatch:
+    def put_columns(self, batch: Batch) -> SharedBatch:
         """The batch of a step, of which each role reads its columns and none is put twice."""
-        return SharedBatch(batch, self.share)
+        return SharedBatch(batch, self.put)
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         return list(await asyncio.gather(*(getattr(rank, method).remote(*args) for rank in self.ranks)))
@@ -84,7 +84,7 @@ class LearnerGroup:
         await self.ranks[0].send_weights.remote(places)
 
     async def logprobs(self, batch: Any, temperature: float) -> dict[str, np.ndarray]:
-        """The policy's log-probabilities and entropy of every token of ``batch``, which is what `share` returned."""
+        """The policy's log-probabilities and entropy of every token of ``batch``, which is what `put` returned."""
         parts = await self._all("logprobs", batch, temperature)
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -105,7 +105,7 @@ class LearnerGroup:
         await self._all("snapshot")
 
     async def write(self, directory: str) -> dict[str, Entry]:
-        """Every rank writes its copy under ``directory`` (a path that all ranks and the driver share) while training goes on.
+        """Every rank writes its copy under ``directory`` (a path that all ranks and the driver share) while training continues.
 
         Returns:
             Size and hash of every file, by its path inside ``directory``.

@@ -12,9 +12,9 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from workers.process import find_modules_in, quick_imports, redirect_output
+from workers.process import find_modules_in, redirect_output, without_garbage_collection
 
-with quick_imports():
+with without_garbage_collection():
     import numpy as np
     import psutil
     import torch
@@ -158,7 +158,7 @@ class LearnerRank:
         return {name: tensor.cpu().numpy() for name, tensor in outputs.items()}
 
     def snapshot(self) -> None:
-        """Copy all sessions and this rank's random state to host memory; training may go on before `write`."""
+        """Copy all sessions and this rank's random state to host memory; training may continue before `write`."""
         sessions = {name: session.snapshot() for name, session in self._sessions().items()}
         self._taken = (sessions, _rng_state(self.device))
 

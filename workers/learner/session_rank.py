@@ -1,7 +1,7 @@
 """A learner rank that hosts sessions by name instead of the roles of a run: what the HTTP server drives.
 
-Verbs are those of `rlframe.sessions`; who owns a session, and in which order calls come, is the server's business
-(`trainer.server`). Every rank is called with the same arguments in the same order.
+Methods mirror `rlframe.sessions`. The server (`trainer.server`) keeps track of who owns a session and orders the calls. Every
+rank is called with the same arguments in the same order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SessionRank(LearnerRank):
         self.backbone.delete_session(name)
 
     def add_value_head(self, name: str) -> None:
-        """See `rlframe.sessions.Session.add_value_head`."""
+        """Give a session a value head, which then trains with it."""
         self._session(name).add_value_head()
 
     def session_pass(
@@ -91,7 +91,7 @@ class SessionGroup(LearnerGroup):
     rank_class = SessionRank
 
     async def linear_modules(self) -> dict[str, list[str]]:
-        """See `SessionRank.linear_modules`."""
+        """Names of the linear layers of the base model, from rank 0."""
         return (await self._all("linear_modules"))[0]
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -101,7 +101,7 @@ class SessionGroup(LearnerGroup):
     async def session_pass(
         self, name: str, batch: Targets, loss: str, settings: dict[str, float], train: bool
     ) -> dict[str, np.ndarray]:
-        """See `SessionRank.session_pass`; arrays of all data."""
-        parts = await self._all("session_pass", name, self.share(batch), loss, settings, train)
+        """Run a pass over a batch on all ranks; the arrays cover all data."""
+        parts = await self._all("session_pass", name, self.put(batch), loss, settings, train)
         filled = [part for part in parts if any(len(array) for array in part.values())]
         return {key: np.concatenate([part[key] for part in filled]) for key in filled[0]}

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlframe.config import ConfigError
 from workers.environments.settings import TaskConfig
-from workers.rewards.process import MAX_MB, Child, RewardFailed, end, ending, greeting, spawn
+from workers.rewards.process import MAX_MB, Child, RewardFailed, end, exit_reason, read_handshake, spawn
 
 BUILT_IN = {"math": ("workers.rewards.math_reward:math_reward", "math-verify", "math")}
 """Name of a reward of ours -> where it is, the package that it needs, the extra that installs it."""
@@ -55,12 +55,12 @@ def check_reward(task: TaskConfig) -> bool:
     process, connection = spawn(task, _function(task), quiet=True)
     try:
         with connection:
-            reply = greeting(connection, task.reward_startup_timeout_s)
+            reply = read_handshake(connection, task.reward_startup_timeout_s)
     except TimeoutError:
         raise ConfigError(f"task.reward={task.reward}: {_slow_import(task)}.") from None
     except EOFError:
         end(process)
-        raise ConfigError(f"task.reward={task.reward}: importing it failed: {ending(process, task)}.") from None
+        raise ConfigError(f"task.reward={task.reward}: importing it failed: {exit_reason(process, task)}.") from None
     except RewardFailed as error:
         raise ConfigError(f"task.reward={task.reward}: importing it failed: {error}.") from None
     finally:

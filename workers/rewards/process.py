@@ -74,7 +74,7 @@ class Child:
         except (asyncio.IncompleteReadError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self.process.wait, EXIT_S)
-            raise RewardFailed(ending(self.process, self.task)) from None
+            raise RewardFailed(exit_reason(self.process, self.task)) from None
 
     def kill(self) -> None:
         """End the process and all that it started."""
@@ -117,7 +117,7 @@ def spawn(task: TaskConfig, reward: str, quiet: bool = False) -> tuple[subproces
     return process, ours
 
 
-def greeting(connection: socket.socket, limit_s: float) -> dict[str, Any]:
+def read_handshake(connection: socket.socket, limit_s: float) -> dict[str, Any]:
     """The answer to being started, outside of an event loop.
 
     Raises:
@@ -179,7 +179,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def ending(process: subprocess.Popen[bytes], task: TaskConfig) -> str:
+def exit_reason(process: subprocess.Popen[bytes], task: TaskConfig) -> str:
     """Why nothing more comes from a process, in words."""
     code = process.poll()
     if code is None:

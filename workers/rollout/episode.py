@@ -1,7 +1,7 @@
 """One episode: the policy and an environment take turns, token by token, until one of them ends it.
 
 Tokens in, tokens out: what the engine sampled is what the trajectory holds and what the next turn continues. Scheduling many
-episodes, time limits and failures are the worker's business (`workers.rollout.worker`).
+episodes, time limits and failures are handled by the worker (`workers.rollout.worker`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlframe.types import Finish, Prompt, Trajectory
 from workers.engines.protocol import Completion, Engine, SamplingParams
 from workers.environments.base import Environment, FatalRewardError, RewardError, StepResult
 from workers.environments.checks import token_fault
-from workers.faults import EpisodeFailed, Fault, Kind, blame
+from workers.faults import EpisodeFailed, Fault, Kind, failures_as
 
 
 @dataclass
@@ -68,7 +68,7 @@ class _Rows:
 
 
 async def sample_turn(engine: Engine, tokens: np.ndarray, params: SamplingParams) -> Completion:
-    """Sample one turn; a request that an update of the weights aborted goes on from where it was.
+    """Sample one turn; a request that an update of the weights aborted continues from where it was.
 
     The budget is one for all parts: what was sampled before an abort counts (``max_new_tokens`` of the whole turn).
     """
@@ -171,16 +171,16 @@ async def run_episode(
     tokens = np.asarray(prompt.tokens, dtype=np.int32)
     finish: Finish = "length"
     _check(prompt, len(tokens), tokens, max_model_len, vocabulary)
-    with blame(Kind.ENVIRONMENT):
+    with failures_as(Kind.ENVIRONMENT):
         episode = environment.episode(prompt)
     for turn in range(environment.max_turns):
         room = max_model_len - len(tokens)
-        with blame(Kind.ENGINE, of_values=Kind.REJECTED):
+        with failures_as(Kind.ENGINE, of_values=Kind.REJECTED):
             completion = await sample_turn(engine, tokens, _of_turn(params, environment, turn, room))
-        with blame(Kind.ENVIRONMENT):
+        with failures_as(Kind.ENVIRONMENT):
             result = await episode.step(completion.ids, completion.finish)
             reward, observation = _reward(result, on_reward_failure), _observed(result)
-        with blame(Kind.ENGINE):
+        with failures_as(Kind.ENGINE):
             if rows is None:
                 rows = _Rows(completion.head_ids.shape[1])
                 rows.observe(tokens)
@@ -195,5 +195,5 @@ async def run_episode(
         _check(prompt, len(tokens), observation, max_model_len, vocabulary)
         rows.observe(observation.astype(np.int32))
     assert rows is not None
-    with blame(Kind.ENGINE):
+    with failures_as(Kind.ENGINE):
         return rows.trajectory(prompt, finish, metadata | {"turns": turn + 1})

@@ -74,10 +74,10 @@ class RolloutGroup(SupervisedGroup):
             WorkerLost: one has used up ``rollout.max_restarts``.
         """
         for worker in self.workers:
-            while worker.loss is not None:
+            while worker.failure is not None:
                 if not worker.restarts_left:
-                    raise worker.loss
-                with contextlib.suppress(WorkerLost):  # it is in ``worker.loss``
+                    raise worker.failure
+                with contextlib.suppress(WorkerLost):  # it is in ``worker.failure``
                     await worker.restart()
 
     def progress(self) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ class RolloutGroup(SupervisedGroup):
     async def _submit(self, worker: Supervised, restarts: int, share: dict[int, Prompt]) -> None:
         if worker.restarts != restarts:
             return  # lost before this ran: `reissue` has taken the share back, and the actor now there must not get it too
-        with contextlib.suppress(WorkerLost):  # `collect` sees the loss too
+        with contextlib.suppress(WorkerLost):  # `collect` sees the failure too
             await worker.call("submit", list(share.values()), list(share), *self._terms)
 
     async def collect(self, worker: int) -> Collected:
@@ -204,7 +204,7 @@ class RolloutGroup(SupervisedGroup):
             while not (up := self.up()):
                 if not wait:
                     raise WorkerLost("No worker is up to answer held-out problems.")
-                await self.change()
+                await self.wait_for_change()
             worker = self.workers[first if first in up else up[first % len(up)]]
             with contextlib.suppress(WorkerLost):
                 return await self._answers(worker, share, sampling)

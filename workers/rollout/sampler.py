@@ -94,7 +94,7 @@ class SamplerWorker:
 
 
 class NoSampler(RuntimeError):
-    """A request cannot be answered by any sampler; the message is one sentence for whoever sent it."""
+    """A request cannot be answered by any sampler; the message is one sentence for the client."""
 
 
 class SamplerGroup(SupervisedGroup):
@@ -153,7 +153,7 @@ class SamplerGroup(SupervisedGroup):
         return await self._on_one(count, "sample", tokens, params, count, adapter)
 
     async def score(self, tokens: np.ndarray, request: ScoreRequest, adapter: ServedAdapter | None) -> PromptScores:
-        """See `SamplerWorker.score`; raises as `sample` does."""
+        """Score a prompt on one sampler; raises as `sample` does."""
         return await self._on_one(1, "score", tokens, request, adapter)
 
     async def forget(self, adapter: ServedAdapter) -> None:
@@ -187,7 +187,7 @@ class SamplerGroup(SupervisedGroup):
             if worker is None:
                 if all(worker.gone for worker in self.workers):
                     raise NoSampler(self._none_left())
-                await self.change()
+                await self.wait_for_change()
                 continue
             numbers = [next(self._numbers) for _ in range(samples)]
             worker.in_flight.update(dict.fromkeys(numbers, method))
@@ -211,8 +211,8 @@ class SamplerGroup(SupervisedGroup):
         async def ready(i: int) -> None:
             await self.admit([i])
 
-        def say(loss: WorkerLost) -> None:
-            logger.warning("%s It is started again; its requests go to other samplers.", loss)
+        def say(failure: WorkerLost) -> None:
+            logger.warning("%s It is started again; its requests go to other samplers.", failure)
 
         while True:
             try:
@@ -224,7 +224,7 @@ class SamplerGroup(SupervisedGroup):
                 pass
             except Exception as error:
                 worker.lose(f"it is not healthy: {describe(error)}")
-            last = await self.bring_back(worker.index, ready, say)
+            last = await self.restart_until_ready(worker.index, ready, say)
             if last is not None:
                 logger.error("%s It has used up rollout.max_restarts=%d.", last, self.config.rollout.max_restarts)
                 return

@@ -46,7 +46,7 @@ class RolloutConfig:
     """Round what is served to ``int8``, ``int4``, ``int3`` or ``fp8`` per output channel: a stand-in for a low-precision
     engine. Held-out problems are then answered by one more engine, under the actor's own weights."""
     weight_noise: float = field(default=0.0, metadata=at_least(0))
-    """Noise on what is served, drawn anew at every sync, relative to the root mean square of an output channel."""
+    """Noise on what is served, redrawn at every sync, relative to the root mean square of an output channel."""
     max_concurrency: int = field(default=256, metadata=at_least(1))
     """Episodes that one worker runs at once."""
     probe_every: int = field(default=10, metadata=at_least(0))
@@ -57,7 +57,7 @@ class RolloutConfig:
     timeout_s: float = field(default=600.0, metadata=above(0))
     """Longest time one episode or one engine call may take; a worker that does not answer for so long is started again."""
     max_restarts: int = field(default=5, metadata=at_least(0))
-    """Times that one rollout worker is started again after its process, its engine or its node was lost; then the run goes on
+    """Times that one rollout worker is started again after its process, its engine or its node was lost; then the run continues
     with the others, and ends when none is left."""
     cpus: float = field(default=1.0, metadata=at_least(0))
     """CPUs that Ray reserves for a worker."""

@@ -25,7 +25,7 @@ from workers.environments.base import Environment
 from workers.environments.registry import make_environment
 from workers.environments.task_checks import eval_size
 from workers.faults import EpisodeFailed, Fault, Kind, describe
-from workers.process import find_modules_in, quick_imports, redirect_output
+from workers.process import find_modules_in, redirect_output, without_garbage_collection
 from workers.rollout.episode import run_episode
 from workers.settings import Config
 
@@ -94,7 +94,7 @@ class RolloutWorker:
         redirect_output(log_file)
         if user_folder is not None:
             find_modules_in(user_folder)
-        with quick_imports():
+        with without_garbage_collection():
             from transformers import AutoConfig, AutoTokenizer
 
         trust = config.model.trust_remote_code
@@ -103,7 +103,7 @@ class RolloutWorker:
         self.config = config
         self.vocabulary = int(model.get_text_config().vocab_size)
         self.environment: Environment = make_environment(config.task, tokenizer, seed=config.seed, eval_size=eval_size(config))
-        with quick_imports():
+        with without_garbage_collection():
             self.engine: Engine = make_engine(config, model_path, index)
         self._places = asyncio.Semaphore(config.rollout.max_concurrency)
         self._tasks: set[asyncio.Task] = set()
@@ -173,10 +173,10 @@ class RolloutWorker:
         return self._progress
 
     async def update_weights(self, update: WeightUpdate, place: int = 0, places: int = 1) -> str:
-        """Pause, load, go on; returns the engine's checksum of what it now serves.
+        """Pause, load, continue; returns the engine's checksum of what it now serves.
 
         This is number ``place`` of the ``places`` workers that get the update together.
-        After a failure the engine stays paused: nothing is sampled from weights that nobody knows.
+        After a failure the engine stays paused: nothing is sampled from weights of an unknown state.
 
         Raises:
             EngineDeadError: the update took longer than ``rollout.timeout_s``, or the engine died.

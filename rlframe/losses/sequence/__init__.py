@@ -1,1 +1,1 @@
-"""Losses that need all log-probabilities of a trajectory before they say anything about its tokens. One file a loss."""
+"""Losses that need all log-probabilities of a trajectory before they weight its tokens. One file per loss."""

@@ -1,4 +1,4 @@
-"""Clients at once: what each gets is equal to the bit to what it would get alone."""
+"""Clients at once: what each gets is bit-identical to what it would get alone."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -61,7 +61,7 @@ def test_a_fault_in_the_data_is_named(model, field, loss, data, config):
     assert str(refused.value).count("\n") == 0
 
 
-def test_what_is_not_text_is_refused_and_the_next_call_goes_on(model):
+def test_what_is_not_text_is_refused_and_the_next_call_still_works(model):
     image = types.ImageChunk(data=b"x", format="png", expected_tokens=1)
     seen = types.Datum(types.ModelInput(chunks=[image]), {"target_tokens": np.array([1])})
     refused, after = model.forward([seen], "cross_entropy"), model.forward(supervised_data(1), "cross_entropy")

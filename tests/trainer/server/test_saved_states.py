@@ -1,4 +1,4 @@
-"""Saving, loading, listing and deleting: training goes on from a state as if it had never stopped."""
+"""Saving, loading, listing and deleting: training continues from a state as if it had never stopped."""
 
 import pytest
 import tinker

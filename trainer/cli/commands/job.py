@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trainer.cluster.submit import Cluster
 
 HELP = "list, follow and stop jobs of a cluster"
-DESCRIPTION = "Ask a Ray cluster about its jobs. A stopped job finishes its step and saves; `rlframe submit --resume` goes on."
+DESCRIPTION = "Query jobs of a Ray cluster. A stopped job finishes its step and saves; `rlframe submit --resume` continues it."
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def follow(cluster: Cluster, job_id: str) -> int:
     try:
         status = cluster.follow(job_id, write)
     except KeyboardInterrupt:
-        print(f"\nthe job goes on; `rlframe job logs -f {job_id}` shows it again", file=sys.stderr)
+        print(f"\nthe job continues; `rlframe job logs -f {job_id}` shows it again", file=sys.stderr)
         raise
     print(f"{job_id} {status.value}")
     return 0 if status.value == "SUCCEEDED" else 1

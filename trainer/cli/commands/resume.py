@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "go on with a run"
+HELP = "resume a run"
 DESCRIPTION = "Go on from the newest good checkpoint of a run."
 
 
@@ -16,9 +16,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Resume the run."""
-    from workers.process import quick_imports
+    from workers.process import without_garbage_collection
 
-    with quick_imports():
+    with without_garbage_collection():
         from trainer.run.job import resume
 
     resume(arguments.run_dir, arguments.overrides)

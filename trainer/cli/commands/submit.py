@@ -16,7 +16,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Address, overrides, and how the job runs."""
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES)
     parser.add_argument("--address", metavar="URL", help=ADDRESS)
-    parser.add_argument("--resume", metavar="RUN", help="go on with this run instead (a path on the cluster)")
+    parser.add_argument("--resume", metavar="RUN", help="resume this run instead (a path on the cluster)")
     parser.add_argument("--working-dir", default=".", metavar="DIR", help="folder that the job gets a copy of; '' for none")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable, never a secret")
     parser.add_argument("--id", dest="job_id", metavar="ID", help="id of the job; Ray makes one up")

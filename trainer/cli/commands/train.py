@@ -27,16 +27,16 @@ def run(arguments: argparse.Namespace) -> None:
         print(report(config))
         return
     from trainer.cluster.folders import new_run_dir, refuse_lost_run_dir
-    from trainer.cluster.head import head_ahead
+    from trainer.cluster.head import prestarted_head
     from trainer.cluster.placement import plan
     from trainer.cluster.preflight import check_machine
-    from workers.process import interruptible, quick_imports
+    from workers.process import interruptible, without_garbage_collection
 
     refuse_lost_run_dir(config.run_dir)
     new_run_dir(config.run_dir)
     check_machine(config)
     interruptible()
-    with head_ahead(plan(config)):
-        with quick_imports():
+    with prestarted_head(plan(config)):
+        with without_garbage_collection():
             from trainer.run.job import train
         train(config)

@@ -1,9 +1,9 @@
 """SGLang on a CPU without two packages that it imports: its kernels, published for CUDA only, and torchvision.
 
 SGLang imports names from ``sgl_kernel`` in many modules and calls few of them on a CPU with plain attention and sampling; what
-it imports from torchvision serves models that see. Here stand packages of those names whose attributes raise when they are
-called. Its adapters want pinned memory, which torch refuses where there is nothing to copy to; here it is ordinary memory.
-Nothing here runs beside a GPU.
+it imports from torchvision serves vision models. This module provides packages of those names whose attributes raise when they
+are called. Its adapters want pinned memory, which torch refuses where there is nothing to copy to; here it is ordinary memory.
+Nothing here runs where there is a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 
 class _Missing:
-    """A function, class or constant that is not there."""
+    """Stands in for a missing function, class or constant; raises when it is called."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,8 +1,8 @@
 """The SGLang engine: a server of our own in a child process, or one at an address, behind our protocol.
 
 Requests travel as JSON (`workers.engines.sglang.wire`), weights as safetensors through a folder that both sides see: no pickle
-is written or read. What differs in the server from SGLang's own is in `workers.engines.sglang.server`; the child process is in
-`workers.engines.sglang.process`.
+is written or read. See `workers.engines.sglang.server` for how the server differs from SGLang's own and
+`workers.engines.sglang.process` for the child process.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class SGLangEngine:
         self._adapter: str | None = None
         self._process: ServerProcess | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._farewells: set[asyncio.Task] = set()
+        self._abort_tasks: set[asyncio.Task] = set()
 
     async def start(self) -> None:
         """Start the server, or find the one at the address, and wait until it answers; after a failure none is left."""
@@ -179,18 +179,18 @@ class SGLangEngine:
             answer = await self._call("/generate", generate_body(request_id, tokens, params, k, adapter))
         except asyncio.CancelledError:
             task = asyncio.create_task(self._call("/abort_request", {"rid": request_id}))
-            self._farewells.add(task)
-            task.add_done_callback(self._forget)
+            self._abort_tasks.add(task)
+            task.add_done_callback(self._abort_done)
             raise
         except ValueError:
             if adapter == self._adapter:
                 raise
-            # It waited at the door while its adapter was replaced; nothing has been sampled.
+            # It was still queued when its adapter was replaced; nothing has been sampled.
             return await self._sample(tokens, params, k)
         return completion_of(answer, k)
 
-    def _forget(self, task: asyncio.Task) -> None:
-        self._farewells.discard(task)
+    def _abort_done(self, task: asyncio.Task) -> None:
+        self._abort_tasks.discard(task)
         if not task.cancelled():
             task.exception()
 
@@ -198,7 +198,7 @@ class SGLangEngine:
         """Serve ``update`` from now on; see `workers.engines.protocol.Engine.load_weights`.
 
         Raises:
-            RuntimeError: also when requests that are kept in flight would go on under another adapter; SGLang leaves each
+            RuntimeError: also when requests that are kept in flight would continue under another adapter; SGLang leaves each
                 request the adapter that it started with.
         """
         if self._paused is None:
@@ -266,7 +266,7 @@ class SGLangEngine:
 
     async def close(self) -> None:
         """End the server, if it is ours, and the connection."""
-        for task in self._farewells:
+        for task in self._abort_tasks:
             task.cancel()
         if self._session is not None:
             await self._session.close()
@@ -292,7 +292,7 @@ class SGLangEngine:
             ) from error
 
     async def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the server answers to a POST of ``body``, or to a GET where there is none."""
+        """The server's answer to a POST of ``body``, or without one to a GET."""
         try:
             method = "GET" if body is None else "POST"
             async with self._running().request(method, path, json=body) as answer:
@@ -305,7 +305,7 @@ class SGLangEngine:
 
 
 def _check_end(completion: Completion, params: SamplingParams) -> None:
-    """Refuse an end that nobody asked for.
+    """Refuse a finish reason that was not requested.
 
     Raises:
         RuntimeError: the model's own end token ended the request, or the server cut its budget.

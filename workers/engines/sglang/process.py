@@ -1,6 +1,6 @@
 """The SGLang server that a rollout worker owns: started, watched and ended here.
 
-What it is asked lives in `workers.engines.sglang.engine`, what runs in it in `workers.engines.sglang.server`.
+The client is `workers.engines.sglang.engine`; the process runs `workers.engines.sglang.server`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def cpu_arguments(config: PretrainedConfig, itemsize: int, max_model_len: int) -
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """A TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]

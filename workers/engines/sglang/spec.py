@@ -48,7 +48,7 @@ class SGLangSpec(EngineSpec):
     }
 
     def make(self, config: Config, model_path: str, index: int) -> Engine:
-        """See `EngineSpec.make`; worker ``index`` has the address of that number, where there are any."""
+        """Build the engine of one rollout worker; worker ``index`` has the address of that number, where there are any."""
         from workers.engines.sglang.engine import SGLangEngine
 
         rollout = config.rollout
@@ -67,7 +67,7 @@ class SGLangSpec(EngineSpec):
         refuse_random_weights(rollout)
         refuse(
             rollout.weight_sync == "adapter" and rollout.on_update == "keep",
-            "rollout.on_update=keep would let requests go on under the adapter that they started with, since "
+            "rollout.on_update=keep would let requests continue under the adapter that they started with, since "
             "rollout.engine=sglang binds each request to one; set rollout.on_update=abort or rollout.weight_sync=merged.",
         )
         refuse(

@@ -1,7 +1,7 @@
-"""Weights on their way to an SGLang server: checked against the checkpoint, then written to a folder that it loads from.
+"""Weight updates for an SGLang server: checked against the checkpoint, then written to a folder that it loads from.
 
-SGLang leaves out tensors whose names it does not know and, after a failed load, tries the same folder again: what does not fit
-has to be found before it sees it.
+SGLang ignores tensors whose names it does not know and, after a failed load, tries the same folder again: an update has to be
+validated before SGLang sees it.
 """
 
 from __future__ import annotations

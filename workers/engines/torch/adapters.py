@@ -41,7 +41,7 @@ class TorchAdapterEngine(TorchEngine):
         self._max_loras = max_loras
 
     async def sample(self, tokens: np.ndarray, params: SamplingParams, adapter: ServedAdapter | None) -> Completion:
-        """See `AdapterEngine.sample`."""
+        """Sample one completion under an adapter, token by token."""
         CURRENT.set(adapter)
         return await self.generate(tokens, params)
 
@@ -50,16 +50,16 @@ class TorchAdapterEngine(TorchEngine):
             super()._step(request, params)
 
     async def score(self, tokens: np.ndarray, request: ScoreRequest, adapter: ServedAdapter | None) -> PromptScores:
-        """See `AdapterEngine.score`."""
+        """Score a prompt under an adapter in one forward pass."""
         with self._under(adapter), torch.inference_mode():
             ids = torch.from_numpy(np.asarray(tokens, np.int64)).to(self._device)
             logits = self._model.module(input_ids=ids[None], use_cache=False).logits[0].float()
         logprobs = torch.log_softmax(logits[:-1], -1)
         top = torch.topk(logprobs, min(request.top_k, self._vocabulary))
         scores = PromptScores(
-            logprobs=_below_nothing(logprobs.gather(1, ids[1:, None])[:, 0]),
+            logprobs=_with_unscored_first_token(logprobs.gather(1, ids[1:, None])[:, 0]),
             top_ids=np.concatenate([np.zeros((1, top.indices.shape[1])), top.indices.cpu().numpy()]).astype(np.int32),
-            top_logprobs=_below_nothing(top.values),
+            top_logprobs=_with_unscored_first_token(top.values),
         )
         if request.targets is not None:
             wanted = torch.tensor(request.targets, device=self._device)
@@ -70,7 +70,7 @@ class TorchAdapterEngine(TorchEngine):
         return scores
 
     async def forget(self, adapter: ServedAdapter) -> None:
-        """See `AdapterEngine.forget`."""
+        """Drop an adapter from memory."""
         if held := self._held.pop(adapter.key, None):
             self._adapters.delete(held)
 
@@ -105,7 +105,7 @@ class TorchAdapterEngine(TorchEngine):
         return adapter
 
 
-def _below_nothing(rows: Tensor) -> np.ndarray:
+def _with_unscored_first_token(rows: Tensor) -> np.ndarray:
     """``rows`` with a row of NaN before them: nothing predicts the first token."""
     return torch.cat([rows.new_full((1, *rows.shape[1:]), torch.nan), rows]).cpu().numpy()
 

@@ -1,4 +1,4 @@
-"""The reference sampler: transformers, one request at a time, the same numbers to the bit whatever else runs.
+"""The reference sampler: transformers, one request at a time, bit-identical numbers whatever else runs.
 
 Every request is its own batch of one with its own cache and its own random generator, so neither the order of arrival nor
 the number of neighbours can change what it samples. For tests, exactness checks and machines without vLLM; speed is no goal.
@@ -172,7 +172,7 @@ class TorchEngine:
             raise EngineDeadError("The torch engine is closed.")
 
     async def close(self) -> None:
-        """Let go of the model; requests in flight raise."""
+        """Release the model; requests in flight raise."""
         self._closed = True
         await self._notify()
 

@@ -1,6 +1,6 @@
 """A transformers model for the torch engine, run so that every token gets the numbers of one eager pass over what precedes it.
 
-Whether keys and states of earlier tokens may be kept between passes is found out here, per model; sampling is
+Whether keys and states of earlier tokens may be kept between passes is determined here, per model; sampling is
 `workers.engines.torch.engine`.
 """
 

@@ -23,13 +23,13 @@ class TorchSpec(EngineSpec):
     takes_arguments = False
 
     def make(self, config: Config, model_path: str, index: int) -> Engine:
-        """See `EngineSpec.make`; requests carry their seeds, so ``index`` changes nothing."""
+        """Build the engine of one rollout worker; requests carry their seeds, so ``index`` changes nothing."""
         from workers.engines.torch.engine import TorchEngine
 
         return TorchEngine(model_path, **_options(config))
 
     def make_adapter_engine(self, config: Config, model_path: str, index: int) -> AdapterEngine:
-        """See `EngineSpec.make_adapter_engine`."""
+        """Build the engine that serves the adapters of the server's models."""
         from workers.engines.torch.adapters import TorchAdapterEngine
 
         return TorchAdapterEngine(model_path, max_loras=config.server.max_loras, **_options(config))

@@ -1,4 +1,4 @@
-"""vLLM with many runtime adapters: every request names its own, vLLM reads the folder and batches them together.
+"""vLLM with many runtime adapters: every request names its own; vLLM reads the folder and batches them together.
 
 The engine itself is `workers.engines.vllm.engine`. An adapter's integer id is never given to another one, so that neither the
 prefix cache nor a slot can mix two versions up.
@@ -79,7 +79,7 @@ class VLLMAdapterEngine(VLLMEngine):
         return request
 
     async def sample(self, tokens: np.ndarray, params: SamplingParams, adapter: ServedAdapter | None) -> Completion:
-        """See `AdapterEngine.sample`; a seed is ignored on CPUs, where vLLM's sampler cannot resume one."""
+        """Sample one completion under an adapter; a seed is ignored on CPUs, where vLLM's sampler cannot resume one."""
         await self._use(adapter)
         return await self.generate(tokens, params)
 
@@ -117,7 +117,7 @@ class VLLMAdapterEngine(VLLMEngine):
         return _scores(final.prompt_logprobs, len(tokens), k)
 
     async def forget(self, adapter: ServedAdapter) -> None:
-        """See `AdapterEngine.forget`."""
+        """Drop an adapter from vLLM's memory."""
         if (task := self._requests.pop(adapter.key, None)) is not None:
             request = await task
             await self._call(self._running().remove_lora(request.lora_int_id), "forget an adapter")

@@ -1,8 +1,8 @@
 """The vLLM engine: AsyncLLM behind our protocol, on CPUs and GPUs.
 
-The engine core is a child process; this side turns requests into vLLM's and its flat log-probabilities into arrays. What
-happens to weights inside the child is in `workers.engines.vllm.extension`. vLLM is imported in `start`, after its
-environment variables are set.
+The engine core is a child process; this side turns requests into vLLM's and its flat log-probabilities into arrays. See
+`workers.engines.vllm.extension` for how the child loads weights. vLLM is imported in `start`, after its environment variables
+are set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.engines.protocol import Completion, EngineDeadError, PauseMode, Sam
 from workers.engines.torch.engine import check_request
 from workers.engines.vllm import nccl
 from workers.engines.vllm.weight_memory import WeightMemory
-from workers.process import quick_imports
+from workers.process import without_garbage_collection
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class VLLMEngine:
         for name, value in _environment(on_cpu, self._threads).items():
             os.environ.setdefault(name, value)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
-        with quick_imports():
+        with without_garbage_collection():
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -204,7 +204,7 @@ class VLLMEngine:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling and forget the key-value cache; requests that are kept compute theirs again after `resume`."""
-        # `AsyncLLM.pause_generation` is this call and a sleep of 20 ms for the looks of the order of events.
+        # `AsyncLLM.pause_generation` is this call and a sleep of 20 ms that only tidies the order of events.
         await self._call(self._running().engine_core.pause_scheduler_async(mode=mode, clear_cache=True), "pause")
         self._paused = True
 

@@ -5,7 +5,7 @@ prefixed, because a name that the worker already has is refused. Nothing here kn
 (`workers.engines.vllm.engine`).
 
 On a CPU vLLM normally keeps linear weights only in a packed form private to its kernels: they can be neither loaded into nor
-read back, and a tied output head goes stale unseen. `serve_plain_weights` keeps every weight the plain parameter that it is
+read back, and a tied output head silently goes stale. `serve_plain_weights` keeps every weight the plain parameter that it is
 on a GPU, so that one path loads and verifies both.
 """
 
@@ -28,7 +28,7 @@ from workers.engines.vllm.weight_memory import mapped
 from workers.engines.weights import DTYPES
 
 ADAPTER_ID = 1
-"""The one adapter slot: requests in flight keep their id, so they go on under the weights that replace it."""
+"""The one adapter slot: requests in flight keep their id, so they continue under the weights that replace it."""
 
 TensorSpec = tuple[str, list[int]]
 """Name and shape of one tensor in a blob."""

@@ -1,6 +1,6 @@
 """Full weights from the learner's first rank straight to the GPUs of vLLM engines, by vLLM's own weight transfer over NCCL.
 
-A communicator lives for one transfer: rollout workers come and go, and the next one is made of those that are there. Both
+A communicator lives for one transfer: rollout workers come and go, so each transfer uses those that are up. Both
 ends are here. It needs GPUs on both sides, which `workers.engines.checks` asks for before anything starts.
 """
 

@@ -54,14 +54,14 @@ class VLLMSpec(EngineSpec):
     }
 
     def make(self, config: Config, model_path: str, index: int) -> Engine:
-        """See `EngineSpec.make`."""
+        """Build the engine of one rollout worker."""
         from workers.engines.vllm.engine import VLLMEngine
 
         streams = config.rollout.weight_channel == "nccl"
         return VLLMEngine(model_path, max_lora_rank=adapter_rank(config), streams=streams, **common_options(config, index))
 
     def make_adapter_engine(self, config: Config, model_path: str, index: int) -> AdapterEngine:
-        """See `EngineSpec.make_adapter_engine`."""
+        """Build the engine that serves the adapters of the server's models."""
         from workers.engines.vllm.adapters import VLLMAdapterEngine
 
         server = config.server

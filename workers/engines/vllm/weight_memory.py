@@ -1,6 +1,6 @@
 """Memory that a rollout worker fills with weights and its engine core, another process of this machine, reads where it lies.
 
-Bytes only; whose they are is said beside (`workers.engines.vllm.engine`, `workers.engines.vllm.extension`).
+Bytes only; `workers.engines.vllm.engine` writes them and `workers.engines.vllm.extension` reads them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WeightMemory:
             np.concatenate(parts, out=np.frombuffer(self._map, np.uint8, size))
 
     def close(self) -> None:
-        """Give the memory back, once nobody reads it; closing again does nothing."""
+        """Free the memory, once it has no reader; closing again does nothing."""
         self._map = None
         self._file.close()
 

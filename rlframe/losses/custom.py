@@ -1,4 +1,4 @@
-"""A policy loss of the user's own, ``algorithm.policy_loss=module:Class``: found, tried on six tokens, and made to fit.
+"""A custom policy loss, ``algorithm.policy_loss=module:Class``: validated on six tokens and adapted to the fused pass.
 
 The class is called as `rlframe.losses.base.TokenLoss` is, or with ``level = "sequence"`` as `SequenceLoss`. It may return the
 loss of every token alone: the slopes are then autograd's, so what is detached is a constant.
@@ -19,8 +19,8 @@ from rlframe.losses.corrections import WeightRule
 from rlframe.losses.sequences import Sequences
 
 
-def adopted(loss: Any, path: str) -> TokenLoss | SequenceLoss:
-    """``loss`` as the fused pass calls it, once it has stood a trial.
+def checked_loss(loss: Any, path: str) -> TokenLoss | SequenceLoss:
+    """``loss`` adapted to the fused pass, after it has passed a trial on six tokens.
 
     Raises:
         ConfigError: it fails, its shapes or dtypes are wrong, a number is not finite, a slope is not the derivative of the
@@ -32,12 +32,12 @@ def adopted(loss: Any, path: str) -> TokenLoss | SequenceLoss:
     fault = _fault(loss, level, centering)
     if fault is not None:
         raise ConfigError(f"algorithm.policy_loss={path} {fault}.")
-    adapted: Any = _Adopted(loss, level, centering)
+    adapted: Any = _CustomLoss(loss, level, centering)
     return adapted
 
 
 @dataclass(frozen=True)
-class _Adopted:
+class _CustomLoss:
     """A loss whose slopes are its own, or autograd's where it gives none."""
 
     loss: Callable[..., Tensor | TokenTerms]
@@ -74,7 +74,7 @@ def _fault(loss: Any, level: str, centering: WeightRule | None) -> str | None:
     try:
         with torch.enable_grad():
             found = call(variable)
-            if fault := _unfit(found, variable):
+            if fault := _malformed(found, variable):
                 return fault
             terms = TokenTerms(found, _derivative(found, variable)) if isinstance(found, Tensor) else found
             if fault := _wrong_slope(terms, variable, lambda logprobs: call(logprobs).loss):
@@ -88,7 +88,7 @@ def _fault(loss: Any, level: str, centering: WeightRule | None) -> str | None:
                         "results would depend on how a batch is cut; leave out what mixes them, such as means and extremes"
                     )
     except Exception as error:  # whatever the user's code does
-        return f"failed on a trial with six tokens: {_said(error)}"
+        return f"failed on a trial with six tokens: {_message_of(error)}"
     if centering is None:
         return None
     if level == "sequence":
@@ -98,7 +98,7 @@ def _fault(loss: Any, level: str, centering: WeightRule | None) -> str | None:
     return None
 
 
-def _unfit(found: Any, variable: Tensor) -> str | None:
+def _malformed(found: Any, variable: Tensor) -> str | None:
     """Shapes, dtypes and numbers."""
     if isinstance(found, Tensor):
         if found.shape == variable.shape and not found.requires_grad:
@@ -142,5 +142,5 @@ def _derivative(losses: Tensor, variable: Tensor) -> Tensor:
     return slope
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}".rstrip(".")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlframe import AlgorithmConfig, ConfigError, PolicyLoss
-from rlframe.losses.own import adopted
+from rlframe.losses.custom import checked_loss
 from rlframe.losses.registry import POLICY_LOSSES, make_policy_loss
 from tests.support.loss_cases import dense_logprobs, gradient, make_case, sampled
 from trainer.settings.unused import unused
@@ -159,7 +159,7 @@ def test_what_cannot_be_found_or_made_is_refused(folder: Path, algorithm: Algori
 def test_every_loss_that_is_built_in_stands_the_trial(name: str) -> None:
     """Slopes are the derivatives of the losses, whatever is detached, and centerings are the weights that are applied."""
     loss = make_policy_loss(AlgorithmConfig(policy_loss=name, clip_dual=1.3 if name == "ppo_clip" else None))
-    adopted(loss, name)
+    checked_loss(loss, name)
     assert loss.level == ("sequence" if name == "gspo" else "token")
 
 
@@ -168,7 +168,7 @@ def test_a_false_centering_is_refused() -> None:
         centering = POLICY_LOSSES["cispo"](0.9, 1.1).rule
 
     with pytest.raises(ConfigError, match="has a centering f, but its slope is not -A f"):
-        adopted(Lying(0.1, 9.0), "mine:Lying")
+        checked_loss(Lying(0.1, 9.0), "mine:Lying")
 
 
 def test_dro_takes_its_strength_from_loss_args() -> None:

@@ -1,4 +1,4 @@
-"""What makes a sampler's top-k head believable. Plain arrays in, one fault out; who refuses it lives elsewhere.
+"""Consistency checks of a sampler's top-k head. Takes plain arrays and returns one fault; callers raise the error.
 
 The sampled token and its head come from one distribution, which gives a check of alignment for free: if the token is in the
 head, both log-probabilities are the same number, and if it is not, it cannot be likelier than what the head holds. A head that
@@ -15,7 +15,7 @@ MASS_TOLERANCE = 1e-4
 """How far probabilities may exceed 1 by rounding."""
 
 
-def head_fault(
+def topk_fault(
     tokens: np.ndarray,
     logprobs: np.ndarray,
     head_ids: np.ndarray,

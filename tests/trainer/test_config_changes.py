@@ -1,4 +1,4 @@
-"""What a command may change in a run that goes on, and what it must not."""
+"""What a command may change in a resumed run, and what it must not."""
 
 import dataclasses
 
