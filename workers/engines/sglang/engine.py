@@ -256,7 +256,7 @@ class SGLangEngine:
         self._paused = mode
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         await self._control("/continue_generation", {"torch_empty_cache": False})
         self._paused = None
 
