@@ -85,7 +85,7 @@ class Futures:
         """
         future = self._all.get(id)
         if future is None or future.user != user:
-            raise UserError(f"There is no result of request {id}; it has expired or never was.", status=410)
+            raise UserError(f"There is no result of request {id}; it has expired or never existed.", status=410)
         return future
 
     async def wait(self, id: str, user: str) -> Future | None:

@@ -76,7 +76,7 @@ def resumed(run: str | Path, overrides: Sequence[str]) -> Config:
     """
     given = {parse(text, options()).key for text in overrides}
     if "run_dir" in given:
-        raise ConfigError("run_dir has no effect on a resumed run where it is; move its folder and give the new place.")
+        raise ConfigError("run_dir has no effect on a resumed run; move its folder and give the new path.")
     config = load_yaml(Path(run) / "config.yaml", overrides)
     config.run_dir = str(run)
     check(config)

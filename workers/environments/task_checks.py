@@ -28,7 +28,7 @@ def check_task(task: TaskConfig, key: str = "task") -> None:
         is_number = isinstance(item, int) and not isinstance(item, bool) and item >= 0
         refuse(
             not is_number and not (isinstance(item, str) and item),
-            f"{key}.stop has {item!r}, which is no token; give its text in quotes, or its number.",
+            f"{key}.stop has {item!r}, which is not a token; give its text in quotes, or its number.",
         )
 
 

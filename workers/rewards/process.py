@@ -151,7 +151,7 @@ def length_of(header: bytes, call: int) -> int:
     """
     number, length = HEADER.unpack(header)
     if number != call:
-        raise RewardFailed("its process sent what is not the answer to this call")
+        raise RewardFailed("its process sent something other than the answer to this call")
     if length > MAX_MB * 2**20:
         raise RewardFailed(f"its process answered with more than {MAX_MB} MiB")
     return int(length)
