@@ -1,6 +1,6 @@
-"""What can go wrong with a rollout, as values that cross process boundaries: a kind and one sentence. No text is ever searched.
+"""Faults of a rollout as values that cross process boundaries: a kind and one sentence, which is never parsed.
 
-How the controller counts each kind, and which of them end a run, is in `trainer.run.faults`.
+See `trainer.run.faults` for how the controller counts each kind and which of them end a run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Kind(StrEnum):
     REWARD = "reward"
     """There is no reward for it."""
     ENVIRONMENT = "environment"
-    """The environment raised an exception, or answered with something that is no step."""
+    """The environment raised an exception, or returned something that is not a step."""
     ENGINE = "engine"
-    """The engine failed, died, or returned something that is no completion."""
+    """The engine failed, died, or returned something that is not a completion."""
     WORKER_LOST = "worker_lost"
     """The process of the rollout worker, or its node, is gone or silent."""
     REJECTED = "rejected"
@@ -53,7 +53,7 @@ class EpisodeFailed(Exception):
 
 @contextmanager
 def failures_as(kind: Kind, of_values: Kind | None = None) -> Iterator[None]:
-    """What is raised inside becomes a fault of ``kind``; a ValueError one of ``of_values``, if given.
+    """Turn exceptions of the body into faults of ``kind``; a ValueError into one of ``of_values``, if given.
 
     Raises:
         EpisodeFailed: instead of any exception but this one and EngineDeadError, which is more than one episode's.

@@ -2,8 +2,8 @@
 
 A pool is one Ray placement group with a bundle for each actor. A bundle lies on one node, so an engine that spans several
 GPUs has them all on its node. The learner's ranks are packed (they exchange gradients all the time), rollout workers are
-spread (they exchange nothing with each other). What is asked for, and whether it can be had at all, is decided in
-`trainer.cluster.placement`.
+spread (they exchange nothing with each other). `trainer.cluster.placement` decides
+what to request and whether the cluster can provide it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLL_S = 0.1
 
 
 class Request(Protocol):
-    """Actors of one kind; see `trainer.cluster.placement.Group`."""
+    """Actors of one kind; see `trainer.cluster.placement.ActorGroup`."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What our processes do to themselves: where output goes, where modules are found and how they are imported, signals."""
+"""Setup of our own processes: output redirection, where modules are found and how they are imported, signals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlframe.config import ConfigError
 
 PACKAGES = ("rlframe", "workers", "trainer")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""What ends a process in order."""
+"""Signals that end a process in an orderly way."""
 
 
 def refuse_shadowing(folder: str) -> None:
@@ -25,7 +25,7 @@ def refuse_shadowing(folder: str) -> None:
     Ray puts the directory that a job runs in before the installed packages, so that its processes would import those.
 
     Raises:
-        ConfigError: there is one; it names it.
+        ConfigError: there is one; the message names it.
     """
     ours = Path(rlframe.__file__).parents[1]
     for name in PACKAGES:
@@ -62,7 +62,7 @@ def find_modules_in(folder: str) -> None:
 
 
 def interruptible() -> None:
-    """From now on SIGTERM, too, ends what blocks the main thread: both signals raise KeyboardInterrupt there.
+    """Let SIGTERM, like SIGINT, end what blocks the main thread: both raise KeyboardInterrupt there.
 
     Called again after ``ray.init``, which puts its own handler in place; a run's event loop has handlers of its own
     (`trainer.run.attempts.on_signal`).

@@ -1,4 +1,4 @@
-"""What the workers read of a job's configuration; its dataclass is the trainer's (`trainer.settings.config.Config`)."""
+"""The parts of a job's configuration that workers read; `trainer.settings.config.Config` is its dataclass."""
 
 from __future__ import annotations
 

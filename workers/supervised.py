@@ -24,11 +24,11 @@ from workers.settings import Config
 CLOSE_S = 10.0
 """How long an actor may take to end by itself."""
 MAX_LOSSES = 3
-"""Actors that a piece of work may see lost while they have it; then it is taken for the cause, and given up."""
+"""Actors that a piece of work may see lost while they have it; then it is considered the cause, and given up."""
 
 
 class WorkerLost(RuntimeError):
-    """A supervised actor serves no more; the message says which one and why, in one sentence."""
+    """A supervised actor is lost; the message says which one and why, in one sentence."""
 
     def __init__(self, reason: str, kind: Kind = Kind.WORKER_LOST) -> None:
         super().__init__(reason)
@@ -36,7 +36,7 @@ class WorkerLost(RuntimeError):
 
 
 class StartFailed(RuntimeError):
-    """A process of the run cannot start, and would not the next time; the message has its own reason."""
+    """A process of the run cannot start, and a retry would fail too; the message has its own reason."""
 
 
 async def started(who: str, log: str, start: Awaitable[None]) -> None:

@@ -1,4 +1,4 @@
-"""The task of both runs, as an environment of one's own: Wordle with 31 short words, the first guess given, three left."""
+"""The task of both runs, as a custom environment: Wordle with 31 short words, the first guess given, three left."""
 
 from __future__ import annotations
 

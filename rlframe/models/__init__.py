@@ -81,5 +81,5 @@ def _checked_folder(folder: Path) -> str:
     if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         raise ConfigError(f"model.path={folder} has no weights (model.safetensors).")
     if not any((folder / name).is_file() for name in TOKENIZER):
-        raise ConfigError(f"model.path={folder} has no tokenizer.json; save the model's tokenizer beside its weights.")
+        raise ConfigError(f"model.path={folder} has no tokenizer.json; save the model's tokenizer next to its weights.")
     return str(folder.resolve())

@@ -42,7 +42,7 @@ class ArithmeticOptions:
         if self.terms < 2:
             raise ConfigError(f"arithmetic needs at least two numbers in a problem, but terms={self.terms}.")
         if not self.operators or set(self.operators) - set(OPERATORS):
-            raise ConfigError(f"arithmetic knows the operators {''.join(OPERATORS)}, but operators={self.operators!r}.")
+            raise ConfigError(f"arithmetic supports the operators {''.join(OPERATORS)}, but operators={self.operators!r}.")
         if (self.high - self.low + 1) ** self.terms * len(self.operators) > MAX_PROBLEMS:
             raise ConfigError(
                 f"arithmetic with {self.terms} numbers from {self.low} to {self.high} has over {MAX_PROBLEMS:,} problems; "

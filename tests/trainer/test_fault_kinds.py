@@ -126,7 +126,7 @@ def test_prompts_that_take_every_worker_down_are_dropped_as_what_took_it(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "sentence"), [("fatal", "it is time to stop"), ("nan", "The environment gave the reward nan")]
+    ("kind", "sentence"), [("fatal", "it is time to stop"), ("nan", "The environment returned the reward nan")]
 )
 def test_a_fatal_reward_ends_the_run_between_two_steps_and_nothing_is_lost(tmp_path, kind, sentence):
     with pytest.raises(RunFailed, match=rf"^{sentence}.* continues after step 1\.$"):

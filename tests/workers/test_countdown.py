@@ -120,7 +120,7 @@ def test_several_attempts_are_told_what_is_wrong_until_one_is_right():
         ({"number": 3}, "did you mean numbers"),
         ({"numbers": 9}, "needs 2 to 6 numbers"),
         ({"attempts": 0}, "attempts=0"),
-        ({"operators": "^"}, "knows the operators"),
+        ({"operators": "^"}, "supports the operators"),
         ({"low": 5, "high": 2}, "low <= high"),
         ({"low": 2, "high": 2, "numbers": 2}, "eval.size=8, .* number of problems is only 1;"),
     ],

@@ -1,4 +1,4 @@
-"""``rlframe train --dry-run``: what a job would be, where it would run and what memory it would need. Starts nothing."""
+"""``rlframe train --dry-run``: the resolved job, its placement and its memory estimate. Starts nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.settings.config import Config
 
 
 def report(config: Config) -> str:
-    """What is held out and what adapters are on, the resolved configuration (YAML), the placement and the memory estimate.
+    """Held-out prompts, layers with adapters, the resolved configuration (YAML), the placement and the memory estimate.
 
     The model, the tokenizer and the prompts are looked at as a run would: a built-in model that is not in the cache yet is
     built.

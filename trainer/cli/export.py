@@ -1,6 +1,6 @@
 """From a checkpoint to a folder for other tools: a PEFT adapter, or a whole Hugging Face model. Starts no Ray.
 
-The value head and the critics stay behind. How folders are written is in `rlframe.session_export`.
+The value head and the critics are not exported. See `rlframe.session_export` for how folders are written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ``rlframe`` command: the table of commands, exit codes. What each does is a module of `trainer.cli.commands`."""
+"""The ``rlframe`` command: the table of commands and the exit codes. Each command is a module of `trainer.cli.commands`."""
 
 from __future__ import annotations
 

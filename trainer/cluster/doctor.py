@@ -1,7 +1,7 @@
 """``rlframe doctor``: whether this machine can train, check by check, and what to do where it cannot. Changes nothing.
 
-A check looks at one thing and returns one `Finding`; what it needs to know comes in as arguments, so that each can be tried
-against another machine's facts. Checks of a configuration are in `trainer.settings.checks`, of a cluster's size in
+A check looks at one thing and returns one `Finding`; its inputs are arguments, so that tests can pass in another machine's
+facts. Checks of a configuration are in `trainer.settings.checks`, of a cluster's size in
 `trainer.cluster.placement`.
 """
 
@@ -39,9 +39,9 @@ class Finding:
     """What a check found."""
 
     name: str
-    """What was looked at."""
+    """What was checked."""
     text: str
-    """What is there."""
+    """What was found."""
     todo: str | None = None
     """What to do; None: nothing."""
 
@@ -81,7 +81,7 @@ def _fault(wanted: Declared, installed: Callable[[str], str]) -> str | None:
 
 
 def extras(installed: Callable[[str], str] = version) -> Finding:
-    """Which extras are here; that one is not is no problem, but says why a command or a task may be refused."""
+    """Which extras are here; a missing one is not a problem, but explains why a command or a task may be refused."""
     try:
         names = {one.extra for one in declared() if one.extra and one.extra not in NOT_FOR_RUNNING}
     except PackageNotFoundError:

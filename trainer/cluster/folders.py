@@ -1,6 +1,6 @@
-"""Folders that a run writes in, looked at before anything starts: its own, and the temporary one with the sockets of Ray.
+"""Folders that a run writes in, checked before anything starts: its own, and the temporary one with the sockets of Ray.
 
-Standard library only, so that ``rlframe doctor`` works on a bare machine. Nothing is made here.
+Standard library only, so that ``rlframe doctor`` works on a bare machine. Nothing is created here.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def temporary_folder_fault(environment: Mapping[str, str] = os.environ) -> str |
 
 
 def unwritable(folder: str) -> str | None:
-    """What keeps a folder from being made and written, to complete "FOLDER ..."; None: nothing that can be seen."""
+    """Why a folder cannot be created and written, to complete "FOLDER ..."; None: no visible reason."""
     if "\0" in folder:
         return "cannot be made (it holds a null byte)"
     path = Path(os.path.expanduser(folder)).absolute()

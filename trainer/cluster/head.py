@@ -1,7 +1,7 @@
 """A Ray head of this run alone, in a process of its own, so that it starts while the driver imports and checks.
 
-The process is `trainer.cluster.head_process`; it ends when this one does, however that happens. What runs on the head is not
-known here.
+The process is `trainer.cluster.head_process`; it ends when this one does, however that happens. This module does not know
+what runs on the head.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RayHead:
         )
 
     def address(self) -> tuple[str, dict[str, str]]:
-        """Where the head listens, and the environment variables with which it lets somebody in.
+        """The head's address, and the environment variables that authenticate a client.
 
         Raises:
             RayHeadFailed: it did not start.
@@ -66,7 +66,7 @@ class RayHead:
         return answer["address"], answer["environment"]
 
     def log_to(self, path: Path) -> None:
-        """Write what the head says to ``path``, with what it has said so far."""
+        """Write the head's output to ``path``, including what it has printed so far."""
         with path.open("a") as file:
             file.write(self._output())
         assert self._process.stdin is not None
@@ -78,7 +78,7 @@ class RayHead:
         return os.pread(said, os.fstat(said).st_size, 0).decode(errors="replace")
 
     def end(self) -> None:
-        """Have the head end, without waiting for it; one that is still starting is killed."""
+        """Ask the head to end, without waiting for it; one that is still starting is killed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         if not self._up:
@@ -101,7 +101,7 @@ class RayHead:
 
 
 ray_heads: list[RayHead] = []
-"""The local head of this process, if there is one: started ahead, or by `trainer.cluster.ray_cluster.start_ray`."""
+"""The local head of this process, if any: started ahead, or by `trainer.cluster.ray_cluster.start_ray`."""
 
 
 @contextlib.contextmanager

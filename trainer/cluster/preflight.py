@@ -1,6 +1,6 @@
-"""What is asked of this machine before a command that starts Ray does so; what is asked of the data is in `trainer.run.job`.
+"""Checks of this machine before a command starts Ray; `trainer.run.job` checks the data.
 
-``rlframe submit`` asks none of it: the job runs on another machine, where ``rlframe train`` asks.
+``rlframe submit`` skips them: the job runs on another machine, where ``rlframe train`` makes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workers.process import refuse_shadowing
 
 
 def check_machine(config: Config) -> None:
-    """Refuse what cannot work here; before a model is built.
+    """Refuse what cannot work on this machine, before a model is built.
 
     Raises:
         ConfigError: a module of the user hides one of ours, the engine is not installed or does not take

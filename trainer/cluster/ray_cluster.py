@@ -1,6 +1,6 @@
-"""Which Ray cluster a job runs on: a head of its own on this machine, or one that it joins. Joining, looking, reserving.
+"""Which Ray cluster a job runs on: a head of its own on this machine, or an existing one: joining, inspecting, reserving.
 
-What a job asks for is in `trainer.cluster.placement`, how it is sent to a cluster from outside in `trainer.cluster.submit`.
+See `trainer.cluster.placement` for what a job asks for and `trainer.cluster.submit` for sending one from outside.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
 
     Args:
         placement: what the job asks for.
-        log: file for what Ray's own processes and its client here have to say; None: stderr, and nobody for the former.
+        log: file for the output of Ray's own processes and of its client here; None: stderr, and nowhere for the former.
 
     Raises:
         ConfigError: no cluster answers there, or it refuses us.
@@ -67,7 +67,7 @@ def start_ray(placement: Placement, log: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def stopping_ray() -> Iterator[None]:
-    """Leave the cluster; the local head, if there is one, ends beside what is done inside."""
+    """Leave the cluster; the local head, if there is one, ends while the body runs."""
     ray.shutdown()
     for head in ray_heads:
         head.end()
@@ -87,7 +87,7 @@ def _log_to(log: Path) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Fail at once where nothing listens; Ray itself would try for a long time."""
+    """Fail at once where nothing listens; Ray itself would retry for a long time."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         return

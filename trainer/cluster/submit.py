@@ -1,9 +1,9 @@
 """Jobs on a running cluster, through Ray's Job API: sending one, following it, asking about it, stopping it.
 
 The cluster runs `rlframe train` or `rlframe resume` on its head, with a copy of the working directory. The configuration is
-checked here, before anything is sent. Ray keeps what is sent (command, environment variables, metadata) in clear and shows it
-to everybody who reaches the dashboard, so nothing that looks like a secret is sent: secrets belong into the environment of
-``ray start`` (or of the pod), which the job inherits, or into a file such as ``~/.netrc`` there.
+checked here, before anything is sent. Ray keeps what is sent (command, environment variables, metadata) in plain text and
+shows it to everyone who reaches the dashboard, so nothing that looks like a secret is sent: secrets belong in the environment
+of ``ray start`` (or of the pod), which the job inherits, or into a file such as ``~/.netrc`` there.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Cluster:
         address: the dashboard, ``http://HOST:8265``; None: RAY_API_SERVER_ADDRESS.
 
     Raises:
-        ConfigError: no address, nobody answers there, or it refuses us.
+        ConfigError: no address, no answer there, or it refuses us.
     """
 
     def __init__(self, address: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Attempts of a run: what ends one, what is saved then, whether another may follow, and how one is taken down."""
+"""Attempts of a run: what ends one, what is saved then, whether another may follow, and how one is shut down."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
 
 Whatever else lies there (a copy under another name, a file) is left alone. The name of a temporary directory is used once: a
 rank of a killed attempt that is still writing cannot reach the next one's.
-What the controller's files are is in `trainer.run.recovery`. No pickle: safetensors and JSON.
+See `trainer.run.recovery` for the controller's files. No pickle: safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TEMPORARY = re.compile(r"step_\d{6,}(\.[0-9a-f]{4})?\.tmp")
 
 
 class Writers(Protocol):
-    """The learner ranks, as far as checkpoints know them."""
+    """What checkpoints need of the learner ranks."""
 
     async def snapshot(self) -> None:
         """Copy the state to host memory."""

@@ -36,7 +36,7 @@ AGAIN = "yes, at most twice, on another worker or a new one"
 TREATMENT = {
     Kind.TIMEOUT: Treatment("An episode took longer than `rollout.timeout_s`.", "timeouts", "no", IN_A_ROW),
     Kind.REWARD: Treatment(
-        "There is no reward: the reward function failed, or gave no finite number.",
+        "There is no reward: the reward function failed, or returned no finite number.",
         "reward",
         "no",
         f"at once with `task.on_reward_failure=raise`; with `drop` {IN_A_ROW}; `zero` makes it a reward of 0",

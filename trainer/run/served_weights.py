@@ -1,4 +1,4 @@
-"""Do the engines serve the actor's weights? A checksum says what they hold, a probe says what they compute with."""
+"""Checks that the engines serve the actor's weights: a checksum covers what they hold, a probe what they compute with."""
 
 from __future__ import annotations
 

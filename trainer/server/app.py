@@ -1,4 +1,4 @@
-"""The routes. Each says what it takes and answers; what happens is in `Service` and the modules behind it."""
+"""The routes. Each declares its request and its answer; `Service` and the modules that it uses do the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: who is asking. Only digests of keys are kept in memory, and they are compared in constant time."""
+"""API keys: which user sends a request. Only digests of keys are kept in memory, and they are compared in constant time."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Keys:
         self._digests = [(_digest(key), user) for key, user in keys.items()]
 
     def user(self, key: str | None) -> str:
-        """Whose key this is.
+        """The user of a key.
 
         Raises:
-            UserError: none was given, or nobody's.
+            UserError: none was given, or an unknown one.
         """
         given, found = _digest(key or ""), None
         for digest, user in self._digests:  # all of them, so that time tells nothing
@@ -43,10 +43,10 @@ class Keys:
 
 
 def read_keys(keys_file: str | None, folder: Path) -> tuple[Keys, Path | None]:
-    """Keys of ``keys_file``, or the one kept in ``folder``, which is made up if need be.
+    """Keys of ``keys_file``, or the one kept in ``folder``, which is generated if needed.
 
     Returns:
-        The keys, and where the made-up one is; None with a file of the user.
+        The keys, and the path of the generated one; None with a file of the user.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or a line is not a key.

@@ -1,6 +1,6 @@
-"""Sessions of clients: whose they are, when they were last heard of, which samplers they have.
+"""Sessions of clients: their users, the time of their last request, their samplers.
 
-Their models are `trainer.server.training`.
+See `trainer.server.training` for their models.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ClientSession:
     finished: bool = False
     samplers: dict[str, Sampler] = field(default_factory=dict)
     seen: float = field(default_factory=time.monotonic)
-    """When the client was last heard of, monotonic seconds."""
+    """Time of the client's last request, monotonic seconds."""
 
 
 class Clients:
@@ -80,7 +80,7 @@ class Clients:
         return self._all.get(id)
 
     def add_sampler(self, session: ClientSession, sampler: Sampler) -> Sampler:
-        """Give a session a sampler, or the one that it has under that id."""
+        """Add a sampler to a session, or return the one that it has under that id."""
         if sampler.id in session.samplers:
             return session.samplers[sampler.id]
         session.samplers[sampler.id] = sampler
@@ -100,7 +100,7 @@ class Clients:
         return session.samplers[id]
 
     def save(self, session: ClientSession) -> None:
-        """Write a session down."""
+        """Save a session to disk."""
         content = {
             "id": session.id,
             "user": session.user,

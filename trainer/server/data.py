@@ -1,4 +1,4 @@
-"""From data as they arrived to what the ranks take, with every check that names a field; and from what they gave, back.
+"""Converts requests to batches for the ranks, with every check that names a field, and their outputs back to answers.
 
 Formulas of losses are `rlframe.losses.token`.
 """

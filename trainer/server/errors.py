@@ -1,4 +1,4 @@
-"""What can go wrong for a client, and how it is told: one sentence and whose fault it is."""
+"""Errors as clients see them: one sentence, and whether the client or the server is at fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class UserError(ValueError):
 
 
 def not_found(what: str) -> UserError:
-    """Also for what belongs to somebody else: nobody learns which names others use."""
+    """Also for what belongs to another user, so that clients cannot learn which names others use."""
     return UserError(f"There is no {what}.", status=404)
 
 

@@ -1,4 +1,4 @@
-"""Results that clients come back for. A request id is derived from what was asked, so that a repeated request has the same."""
+"""Results that clients fetch later. A request id is derived from the request, so that a repeated request has the same id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from trainer.server.errors import UserError, explain
 
 FETCHED_S = 60.0
-"""How long a result stays after its client had it, in case the answer got lost."""
+"""How long a result is kept after its client fetched it, in case the answer was lost."""
 WAIT_S = 25.0
 """How long a poll waits; the SDK gives up a poll after 45 s."""
 
@@ -22,15 +22,15 @@ class Future:
     id: str
     user: str
     kind: str = ""
-    """What was asked for."""
+    """The kind of request."""
     json: dict[str, Any] | None = None
     """The result or the failure, as JSON."""
     proto: bytes | None = None
     """The result, as protobuf."""
     finished: float | None = None
-    """When the result was there, monotonic seconds."""
+    """When the result was ready, monotonic seconds."""
     fetched: float | None = None
-    """When the client first had it."""
+    """When the client first fetched it."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def succeed(self, result: dict[str, Any] | bytes) -> None:
@@ -54,7 +54,7 @@ class Futures:
     """All requests that have not been forgotten."""
 
     def __init__(self, keep_s: float) -> None:
-        """``keep_s``: how long a result stays after it was there."""
+        """``keep_s``: how long a result is kept after it was ready."""
         self._keep_s = keep_s
         self._all: dict[str, Future] = {}
 
@@ -85,7 +85,7 @@ class Futures:
         """
         future = self._all.get(id)
         if future is None or future.user != user:
-            raise UserError(f"There is no result of request {id}; it has expired or never was.", status=410)
+            raise UserError(f"There is no result of request {id}; it has expired or never existed.", status=410)
         return future
 
     async def wait(self, id: str, user: str) -> Future | None:
@@ -104,7 +104,7 @@ class Futures:
         return future
 
     def sweep(self) -> None:
-        """Forget results that have had their time."""
+        """Forget expired results."""
         now = time.monotonic()
         for future in list(self._all.values()):
             over = future.finished is not None and now - future.finished > self._keep_s

@@ -1,4 +1,4 @@
-"""Requests about models: each finds its model, gets an id and a place in line, and says what happens when its turn comes."""
+"""Requests about models: each finds its model, gets an id and a place in the queue, and defines the work for its turn."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _optim(body: wire.OptimStep) -> OptimConfig:
 
 
 def expires_at(ttl_seconds: int | None) -> float | None:
-    """When something that is to live so long expires, seconds since 1970.
+    """Expiry time of something with this lifetime, seconds since 1970.
 
     Raises:
         UserError: the SDK's limits are not kept.

@@ -35,10 +35,10 @@ class WeightsPath:
 
 
 def parse(path: str) -> WeightsPath:
-    """Take a path apart.
+    """Parse a path.
 
     Raises:
-        UserError: it is not one; nothing that could leave its folder gets through.
+        UserError: it is not one; anything that could leave its folder is refused.
     """
     parts = path.removeprefix(SCHEME).split("/")
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not _RUN.fullmatch(parts[0]):
@@ -47,7 +47,7 @@ def parse(path: str) -> WeightsPath:
 
 
 def check_name(name: str) -> str:
-    """A name that is one harmless file name.
+    """Check that a name is a single, safe file name.
 
     Raises:
         UserError: it is not.
@@ -61,7 +61,7 @@ def check_name(name: str) -> str:
 
 
 def check_run(run: str) -> str:
-    """A model id that is one harmless file name.
+    """Check that a model id is a single, safe file name.
 
     Raises:
         UserError: it is not.

@@ -1,6 +1,6 @@
 """The SDK's protobuf messages to arrays and back; the generated classes are the SDK's own, installed with ``rlframe[server]``.
 
-No check of what is in the arrays lives here (`trainer.server.data`).
+`trainer.server.data` checks the contents of the arrays.
 """
 
 from __future__ import annotations

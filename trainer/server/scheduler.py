@@ -1,8 +1,8 @@
-"""One line for everything that the ranks do: the calls of one model in the client's order, the models in turn.
+"""One queue for everything that the ranks do: the calls of one model in the client's order, the models in turn.
 
 A client numbers its calls from 1. They may arrive in any order; a call waits until all before it are here. The SDK cuts a big
 batch into chunks and sends the first of them last, so chunks that wait for it when it comes are one call: they run together,
-and either all of them count or none.
+and take effect all or none.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Scheduler:
         self._work.set()
 
     async def run(self) -> None:
-        """Work for ever; a call that fails tells its futures."""
+        """Run calls forever; a call that fails sets the failure on its futures."""
         while True:
             await self._work.wait()
             if not self._turns:

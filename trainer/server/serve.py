@@ -1,4 +1,4 @@
-"""``rlframe serve``: starts the cluster's part and the HTTP server, and takes both down again, everything saved."""
+"""``rlframe serve``: starts the cluster's part and the HTTP server, and shuts both down with everything saved."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from workers.rollout.sampler import SamplerGroup
 from workers.supervised import StartFailed, WorkerLost
 
 GRACE_S = 5
-"""How long clients that wait for an answer may hold up the end."""
+"""How long clients that wait for an answer may delay the shutdown."""
 
 
 @dataclass
@@ -174,7 +174,7 @@ async def make_service(
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to us."""
+    """Leaves signal handling to `_answer`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

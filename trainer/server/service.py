@@ -1,4 +1,4 @@
-"""One server without HTTP: its parts, its start and stop, sessions, and housekeeping.
+"""One server without HTTP: its parts, its start and stop, sessions, and the periodic sweep.
 
 Requests about models are `trainer.server.model_requests`, those about samplers `trainer.server.sample_requests`. Answers that
 take the ranks or the engines are futures; their bodies run in `trainer.server.scheduler` or as tasks of their own.
@@ -29,7 +29,7 @@ logger = logging.getLogger("rlframe.server")
 
 
 SWEEP_S = 10.0
-"""Seconds between rounds of housekeeping."""
+"""Seconds between sweeps."""
 
 
 class Service:
@@ -55,7 +55,7 @@ class Service:
         self._background: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start the line of calls and the housekeeping."""
+        """Start the scheduler and the periodic sweep."""
         self._background = [asyncio.create_task(self.scheduler.run()), asyncio.create_task(self._sweep_periodically())]
 
     async def stop(self) -> None:
@@ -87,7 +87,7 @@ class Service:
         return {"supported_models": [model]}
 
     async def finish(self, session_id: str, user: str) -> None:
-        """A client is done: what it has named stays, its models and what it did not name go."""
+        """Finish a client's session: weights that it named are kept, its models and unnamed weights are deleted."""
         session = self.clients.get(session_id, user, active=False)
         session.finished = True
         self.clients.save(session)
@@ -156,7 +156,7 @@ class Service:
                 logger.exception("the periodic sweep failed")
 
     async def sweep(self) -> None:
-        """Forget old results, put idle models to sleep, delete weights whose time is over."""
+        """Forget old results, put idle models to sleep, delete expired weights."""
         self.futures.sweep()
         now, limit = time.monotonic(), self.config.server.idle_timeout_s
         for model in self.training.models():

@@ -57,7 +57,7 @@ class Checkpoint:
     path: str
     """``tinker://...``"""
     key: str
-    """Unique for ever."""
+    """Unique forever."""
     created: float
     """Seconds since 1970."""
     size_bytes: int
@@ -68,7 +68,7 @@ class Checkpoint:
 
     @property
     def expired(self) -> bool:
-        """Whether its time is over."""
+        """Whether it has expired."""
         return self.expires is not None and time.time() > self.expires
 
 
@@ -81,7 +81,7 @@ class Store:
             part.mkdir(parents=True, exist_ok=True)
 
     def save_run(self, info: ModelInfo) -> None:
-        """Write down what a model is."""
+        """Save the description of a model."""
         folder = self._run(info.id)
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / "run.json", asdict(info))
@@ -103,7 +103,7 @@ class Store:
         return sorted(found, key=self.written)
 
     def written(self, run: ModelInfo) -> float:
-        """When a run was written down, seconds since 1970."""
+        """When a run was first saved, seconds since 1970."""
         return (self._run(run.id) / "run.json").stat().st_mtime
 
     def _read_run(self, folder: Path) -> ModelInfo | None:
@@ -132,7 +132,7 @@ class Store:
         return begin(self.folder(path))
 
     def commit(self, path: WeightsPath, written: Path, model: ModelInfo, **about: Any) -> Checkpoint:
-        """Finish what `begin` began; ``about``: expires, user_metadata."""
+        """Complete what `begin` started; ``about``: expires, user_metadata."""
         size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
         checkpoint = Checkpoint(str(path), uuid.uuid4().hex, time.time(), size, model, **about)
         _write_json(written / "checkpoint.json", asdict(checkpoint))
@@ -151,7 +151,7 @@ class Store:
         return found
 
     def update(self, checkpoint: Checkpoint) -> None:
-        """Write down what has changed about saved weights."""
+        """Save the changed description of saved weights."""
         _write_json(self.folder(paths.parse(checkpoint.path)) / "checkpoint.json", asdict(checkpoint))
 
     def checkpoints(self, run: ModelInfo) -> list[Checkpoint]:
@@ -161,7 +161,7 @@ class Store:
         return sorted(found, key=lambda checkpoint: checkpoint.created)
 
     def hide(self, checkpoint: Checkpoint) -> None:
-        """Let nobody find saved weights any more; what has found them can still read them."""
+        """Make saved weights unfindable; readers that have found them can still read them."""
         (self.folder(paths.parse(checkpoint.path)) / "checkpoint.json").unlink(missing_ok=True)
 
     def delete(self, checkpoint: Checkpoint) -> None:
@@ -172,7 +172,7 @@ class Store:
         shutil.rmtree(gone)
 
     def expired(self) -> list[Checkpoint]:
-        """Saved weights whose time is over."""
+        """Expired weights."""
         folders = [folder for kind in paths.KINDS for folder in self._runs.glob(f"*/{kind}/*")]
         return [found for folder in folders if (found := self._read(folder)) and found.expired]
 
@@ -184,11 +184,11 @@ class Store:
         return Checkpoint(**{**read, "model": ModelInfo(**read["model"])})
 
     def save_session(self, id: str, content: dict[str, Any]) -> None:
-        """Write down a client's session."""
+        """Save a client's session."""
         _write_json(self._sessions / f"{id}.json", content)
 
     def sessions(self) -> Iterator[dict[str, Any]]:
-        """All sessions that were written down."""
+        """All saved sessions."""
         for path in sorted(self._sessions.glob("*.json")):
             yield json.loads(path.read_text())
 
@@ -201,7 +201,7 @@ def begin(folder: Path) -> Path:
 
 
 def commit(written: Path, folder: Path) -> None:
-    """Give what `begin` made its name; what had it goes."""
+    """Rename what `begin` made to its final name, replacing what has it."""
     old = folder.with_name(f".{folder.name}.old-{uuid.uuid4().hex[:8]}")
     if folder.exists():
         folder.rename(old)

@@ -1,8 +1,8 @@
 """Models of clients: sessions on the ranks, created, trained, saved, put to sleep and woken.
 
 A model in memory is a session of the same name on every rank. One that has been idle for a while lies on disk, and its
-next call brings it back. A gradient that no optimiser step has used is not kept over that. The order of calls is
-`trainer.server.scheduler`.
+next call brings it back. A gradient that no optimiser step has used is not kept over that. `trainer.server.scheduler`
+orders the calls.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Model:
     steps: int = 0
     """Optimiser steps taken."""
     used: float = field(default_factory=time.monotonic)
-    """When it was last asked for, monotonic seconds."""
+    """Time of its last use, monotonic seconds."""
 
 
 class Training:
@@ -92,7 +92,7 @@ class Training:
         return None if model is None else time.time() - (time.monotonic() - model.used)
 
     def add(self, info: ModelInfo) -> Model:
-        """Take note of a model that is about to be created."""
+        """Register a model that is about to be created."""
         self._models[info.id] = Model(info, Line())
         return self._models[info.id]
 
@@ -147,7 +147,7 @@ class Training:
             await self._group.call("add_value_head", info.id)
 
     async def _make_room(self, but: Model) -> None:
-        """Put the models that were longest unused to sleep, as many as have to; never one with a gradient."""
+        """Put the least recently used models to sleep, as many as necessary; never one with a gradient."""
         most = self._config.server.max_models
         awake = [model for model in self._models.values() if model.awake and model is not but]
         idle = sorted((model for model in awake if not model.gradient), key=lambda model: model.used)
@@ -161,7 +161,7 @@ class Training:
         """Bring a model back into memory if it sleeps.
 
         Raises:
-            UserError: it never came into being.
+            UserError: its creation failed.
         """
         if model.awake:
             return
@@ -216,7 +216,7 @@ class Training:
         return data.answers(work, outputs, requests)
 
     def check_pass(self, request: PassRequest) -> PassRequest | Exception:
-        """The request, or what is wrong with it: told to the client when its turn comes, so that the order holds."""
+        """The request, or its error, which the client gets when its turn comes, so that the order holds."""
         if request.fault is not None:
             return request.fault
         try:

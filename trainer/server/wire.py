@@ -1,4 +1,4 @@
-"""Bodies of requests. Fields that we do not know are ignored, so that newer clients can send them."""
+"""Bodies of requests. Unknown fields are ignored, so that newer clients can send them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which configurations make sense: every section by its own check, and pairs of settings across sections.
+"""Checks of whole configurations: every section by its own check, and pairs of settings across sections.
 
 Checks look at the resolved `Config` only, so they hold for the command line, for a saved ``config.yaml`` and for a
 `Config` built in Python alike. They need neither Ray nor an engine, and know nothing of the machine (see

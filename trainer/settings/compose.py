@@ -1,7 +1,7 @@
 """From overrides to one `Config`, and from there to ``config.yaml`` and back: Hydra's groups, our errors.
 
 Hydra composes the groups under ``configs/``; it never sees the command line, changes no directory and writes no output.
-How one override is read is in `trainer.settings.overrides`, whether the result makes sense in `trainer.settings.checks`.
+`trainer.settings.overrides` reads single overrides, `trainer.settings.checks` checks the result.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def resumed(run: str | Path, overrides: Sequence[str]) -> Config:
     """
     given = {parse(text, options()).key for text in overrides}
     if "run_dir" in given:
-        raise ConfigError("run_dir has no effect on a resumed run where it is; move its folder and give the new place.")
+        raise ConfigError("run_dir has no effect on a resumed run; move its folder and give the new path.")
     config = load_yaml(Path(run) / "config.yaml", overrides)
     config.run_dir = str(run)
     check(config)
@@ -126,7 +126,7 @@ def to_yaml(config: Config) -> str:
 
 
 def _set(composed: Any, given: Sequence[Given]) -> None:
-    """Put values in that Hydra's grammar was not asked about; ``${key}`` in them stands for another setting."""
+    """Set values without Hydra's grammar; ``${key}`` in them stands for another setting."""
     for one in given:
         value = _texts(one.value, lambda text: re.sub(r"\$\{(?![\w.]+\})", "$\0{", text) if text != "???" else _literal(text))
         OmegaConf.update(composed, one.key, value, force_add=inside_dictionary(one.key))
@@ -145,7 +145,7 @@ def _texts(tree: Any, change: Callable[[str], str]) -> Any:
 
 
 def _literal(text: str) -> str:
-    """Keep OmegaConf from reading anything into a text; a NUL, which no setting has, marks the place."""
+    """Keep OmegaConf from interpreting a text; a NUL, which no setting has, marks the place."""
     return "?\0??" if text == "???" else text.replace("${", "$\0{")
 
 
@@ -224,7 +224,7 @@ def _leaves(tree: Any, prefix: str = "") -> list[str]:
 
 
 def _explain(error: Exception, given: Sequence[Given]) -> str:
-    """One sentence for what Hydra raised while merging."""
+    """One sentence for an error that Hydra raised while merging."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__

@@ -1,6 +1,6 @@
-"""A whole job: every section beside those who read it; the YAML groups under ``configs/`` hold only what differs.
+"""The configuration of a job: sections defined next to the code that reads them; YAML groups hold only what differs.
 
-Plain dataclasses. Composition with Hydra is in `trainer.settings.compose`, what goes together in `trainer.settings.checks`.
+Plain dataclasses. `trainer.settings.compose` composes it with Hydra, `trainer.settings.checks` checks it.
 """
 
 from __future__ import annotations

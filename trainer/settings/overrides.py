@@ -79,7 +79,7 @@ ALIASES = {
     "wandb_project": "log.project",
     "project_name": "log.project",
 }
-"""Names that others give to a setting -> the end of ours."""
+"""Names that other frameworks give to a setting -> the end of ours."""
 _WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -270,7 +270,7 @@ def unknown(what: str, kind: str, word: str, known: Iterable[str], prefix: str) 
 
 
 def _other_name(word: str, known: list[str]) -> str | None:
-    """What ``word`` is called here, in the section that is nearest to the one that was typed."""
+    """Our name for ``word``, in the section nearest to the one that was typed."""
     ours = ALIASES.get(word.rsplit(".", 1)[-1])
     candidates = [key for key in known if ours and f".{key}".endswith(f".{ours}")]
     typed = word.split(".")[:-1]

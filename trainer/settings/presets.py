@@ -9,7 +9,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def configs_dir() -> Path:
-    """The folder of the groups: inside an installed wheel, else beside the packages of a checkout."""
+    """The folder of the groups: inside an installed wheel, else next to the packages of a checkout."""
     installed = _PACKAGE / "rlframe" / "_configs"
     return installed if installed.is_dir() else _PACKAGE / "configs"
 

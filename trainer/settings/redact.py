@@ -1,6 +1,6 @@
-"""Takes secrets out of all that is written or shown: configurations, variables, command lines, messages.
+"""Removes secrets from everything that is written or shown: configurations, variables, command lines, messages.
 
-One rule for every place. Nothing is read from the environment.
+The same rule applies everywhere. Nothing is read from the environment.
 """
 
 from __future__ import annotations

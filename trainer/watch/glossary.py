@@ -182,7 +182,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "rollout_corr/expected_score_l1",
             "E[abs(1 - r)]: L1 norm, in logit space, of the score that the sampler expects; times `actor/advantage_mean` it is "
             "the drift that score centering removes",
-            "Grows beside the advantage: the policy is pulled toward its sampler; use a `_sc` preset.",
+            "Grows along with the advantage: the policy is pulled toward its sampler; use a `_sc` preset.",
         ),
         Metric(
             "rollout_corr/log_ratio_abs_max",

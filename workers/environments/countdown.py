@@ -65,7 +65,7 @@ class CountdownOptions:
         if not 0 < self.low <= self.high:
             raise ConfigError(f"countdown needs 0 < low <= high, but low={self.low} and high={self.high}.")
         if not self.operators or set(self.operators) - set("+-*/"):
-            raise ConfigError(f"countdown knows the operators +-*/, but operators={self.operators!r}.")
+            raise ConfigError(f"countdown supports the operators +-*/, but operators={self.operators!r}.")
         if self.problems < 1 or self.max_target < 1:
             raise ConfigError(f"countdown needs problems={self.problems} and max_target={self.max_target} to be at least 1.")
         if self.attempts < 1:

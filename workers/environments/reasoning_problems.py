@@ -1,4 +1,4 @@
-"""reasoning-gym's side of `workers.environments.reasoning_gym`: questions and scores, only ever run in processes of their own.
+"""reasoning-gym's side of `workers.environments.reasoning_gym`: questions and scores, which only run in separate processes.
 
 Some of its data sets order things by the hash of strings, and some scorers evaluate an answer as code: so every process that
 imports it has ``PYTHONHASHSEED=0`` (the same index is the same problem everywhere), and can be killed. As a script it prints
@@ -19,7 +19,7 @@ from reasoning_gym.factory import DATASETS
 
 
 class Refused(ValueError):
-    """There is no such data set; the message is one sentence."""
+    """The data set is unknown; the message is one sentence."""
 
 
 def score(response: str, row: dict[str, Any]) -> float:

@@ -1,7 +1,7 @@
 """The environments by the name that ``task.name`` gives them: a new one is its file and a line here.
 
-An environment outside of this repository needs no line: ``task.name=my_module:factory`` names a class or function. What an
-environment is and owes its callers is in `workers.environments.base`. No environment is imported before it is asked for.
+An environment outside of this repository needs no line: ``task.name=my_module:factory`` names a class or function. See
+`workers.environments.base` for the protocol. No environment is imported before it is needed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ENVIRONMENTS = {
 
 
 def built_in(name: str) -> type[Environment] | None:
-    """The class of an environment of `ENVIRONMENTS`; None for ``module:factory`` of the user's own, which is not imported.
+    """The class of an environment of `ENVIRONMENTS`; None for a custom ``module:factory``, which is not imported.
 
     Raises:
-        ConfigError: neither of both.
+        ConfigError: it is neither.
     """
     if name in ENVIRONMENTS:
         return load("task.name", ENVIRONMENTS[name])
@@ -43,7 +43,7 @@ def built_in(name: str) -> type[Environment] | None:
 
 
 def make_environment(task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: int | None) -> Environment:
-    """Build the environment ``task.name``: one of `ENVIRONMENTS`, or ``module:factory`` of the user's own.
+    """Build the environment ``task.name``: one of `ENVIRONMENTS`, or a custom ``module:factory``.
 
     Args:
         task: what to build, with its options.
@@ -52,8 +52,8 @@ def make_environment(task: TaskConfig, tokenizer: Any, *, seed: int, eval_size: 
         eval_size: number of held-out problems; None (where it reads ``task.eval``): all of them.
 
     Raises:
-        ConfigError: unknown name, unknown option, data that cannot be used, or an object that is no environment; one sentence
-            for the user.
+        ConfigError: unknown name, unknown option, data that cannot be used, or an object that is not an environment; one
+            sentence for the user.
     """
     build: Any = built_in(task.name) or load("task.name", task.name)
     environment = build(task, tokenizer, seed=seed, eval_size=eval_size)

@@ -1,6 +1,6 @@
-"""From a prompt (text or chat) to tokens, and what an environment says between turns.
+"""Renders prompts (text or chats) and an environment's replies between turns to tokens.
 
-Where prompts come from is not here. What the policy sampled is never rendered: it stays the tokens that it is.
+Sampled turns are never rendered: they stay the tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from workers.environments.chats import Chat, read_prompt
 from workers.environments.settings import TaskConfig
 
 PROVIDED = {*jinja2.defaults.DEFAULT_NAMESPACE, "raise_exception", "strftime_now"}
-"""What jinja and transformers give to every chat template."""
+"""Names that jinja and transformers define for every chat template."""
 STAND_IN = "WHAT-THE-POLICY-SAID"
-"""Stands for a turn of the policy when a chat template is asked what it writes around one."""
+"""Placeholder for a turn of the policy, used to find out what a chat template writes around one."""
 
 
 class Template:
@@ -75,7 +75,7 @@ class Template:
                 tokenize=False,
                 **self.arguments,
             )
-        except Exception as error:  # templates are programs of the model's authors and raise what they like
+        except Exception as error:  # templates are programs of the model's authors and may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"{place}: the tokenizer's chat template refuses the messages: {reason:.300}.") from None
 
@@ -138,7 +138,7 @@ def render(
         int32[P] tokens of every prompt, never empty.
 
     Raises:
-        ConfigError: a prompt that is empty, neither of both or no Unicode text, no chat template, or one that refuses the
+        ConfigError: a prompt that is empty, neither of the two or not Unicode text, no chat template, or one that refuses the
             messages.
     """
     begin, template = _begin(tokenizer), Template(tokenizer, template_args)
@@ -162,7 +162,7 @@ def render(
 
 
 class Replies:
-    """What an environment says after a turn of the policy, as the tokens that come before the next turn.
+    """Renders an environment's reply to a turn of the policy as the tokens that come before the next turn.
 
     In plain text the reply is a line of its own. In a chat it is a user's message: the chat template is rendered around a
     stand-in for the turn, and what comes after the stand-in (the end of the policy's turn, the message, the header of the next

@@ -1,4 +1,4 @@
-"""Prompts and rewards: their settings; what goes together is in `workers.environments.task_checks`."""
+"""Settings of prompts and rewards; `workers.environments.task_checks` checks them."""
 
 from __future__ import annotations
 

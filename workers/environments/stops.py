@@ -1,4 +1,4 @@
-"""Which tokens end an answer. How prompts are rendered is `workers.environments.rendering`."""
+"""Which tokens end an answer. See `workers.environments.rendering` for how prompts are rendered."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stop_token_ids(
         template_args: ``task.template_args``.
 
     Raises:
-        ConfigError: there is none, or an item of ``stop`` is not one token.
+        ConfigError: there is no stop token, or an item of ``stop`` is not one token.
     """
     own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     folder = Path(str(tokenizer.name_or_path))
@@ -66,13 +66,13 @@ def response(tokenizer: Any, action: np.ndarray, finish: str, stops: Sequence[in
 
 
 def _named_by(folder: Path) -> list[int]:
-    """``eos_token_id`` of the model's files, also of the text part of a model that sees or hears."""
+    """``eos_token_id`` of the model's files, also of the text part of a multimodal model."""
     found: list[int] = []
     for name in MODEL_FILES:
         try:
             settings = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            continue  # not a folder, or what the model's own loader will complain about
+            continue  # not a folder, or a file that the model's own loader will refuse
         for part in (settings, settings.get("text_config") if isinstance(settings, dict) else None):
             value = part.get("eos_token_id") if isinstance(part, dict) else None
             found += [v for v in (value if isinstance(value, list) else [value]) if type(v) is int]

@@ -1,4 +1,4 @@
-"""Which settings of the task make sense, and how many problems are held out; asked of the environment's class alone."""
+"""Checks of the task's settings, and the number of held-out problems, from the environment's class alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers.environments.settings import TaskConfig
 from workers.settings import Config
 
 HELD_OUT = 256
-"""Held-out problems where nothing says how many."""
+"""Held-out problems by default."""
 
 
 def check_task(task: TaskConfig, key: str = "task") -> None:
@@ -28,7 +28,7 @@ def check_task(task: TaskConfig, key: str = "task") -> None:
         is_number = isinstance(item, int) and not isinstance(item, bool) and item >= 0
         refuse(
             not is_number and not (isinstance(item, str) and item),
-            f"{key}.stop has {item!r}, which is no token; give its text in quotes, or its number.",
+            f"{key}.stop has {item!r}, which is not a token; give its text in quotes, or its number.",
         )
 
 
@@ -48,7 +48,7 @@ def _check_sources(task: TaskConfig) -> None:
 
 
 def reads(environment: type[Environment], key: str) -> bool:
-    """Whether ``task.key`` has an effect with this environment, as far as it says."""
+    """Whether ``task.key`` has an effect with this environment, as far as it declares."""
     return environment.settings is None or key in environment.settings
 
 

@@ -35,7 +35,7 @@ CHAT = (
     "Answer with one word of {length} letters and nothing else."
 )
 NO_WORD = {False: "?", True: "That is not a word that I take. Answer with one word of {length} letters and nothing else."}
-"""The reply to what is no guess; by whether it is a chat."""
+"""The reply to an invalid guess; by whether it is a chat."""
 
 
 @dataclass(frozen=True)

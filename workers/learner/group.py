@@ -1,4 +1,4 @@
-"""The driver's side of the learner: one handle for all ranks. What a rank does is in `workers.learner.rank`."""
+"""The driver's side of the learner: one handle for all ranks. See `workers.learner.rank` for what a rank does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.settings import Config
 
 
 class LearnerGroup:
-    """All learner ranks; each call runs on every rank at once and its results are put together."""
+    """All learner ranks; each call runs on every rank at once and merges their results."""
 
     rank_class: type = LearnerRank
     """What runs on every rank."""
@@ -97,7 +97,7 @@ class LearnerGroup:
         return [i for i, call in enumerate(calls) if call in done and not call.result()]
 
     async def close(self) -> None:
-        """Take the process group down."""
+        """Shut the process group down."""
         await self._all("close")
 
     async def snapshot(self) -> None:

@@ -57,7 +57,7 @@ class LearnerRank:
             rank: this rank's number.
             log_file: where its output goes; None: where the process's goes.
             critics: names of the critic sessions, `workers.learner.roles.critic_names` of a run.
-            user_folder: where a policy loss of the user's own is found: the driver's current directory.
+            user_folder: where a custom policy loss is found: the driver's current directory.
         """
         redirect_output(log_file)
         if user_folder is not None:
@@ -163,7 +163,7 @@ class LearnerRank:
         self._taken = (sessions, _rng_state(self.device))
 
     def write(self, directory: str) -> dict[str, Entry]:
-        """Write what `snapshot` took under ``directory``, in a thread beside training; sizes and hashes of the files."""
+        """Write what `snapshot` took under ``directory``, in a thread during training; sizes and hashes of the files."""
         (sessions, rng), root = self._taken, Path(directory)
         paths = [path for name, taken in sessions.items() for path in taken.write(root / name)]
         paths.append(root / f"rng_{self.rank:05d}.safetensors")

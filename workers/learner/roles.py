@@ -1,4 +1,4 @@
-"""Which sessions the learner of a run has, by name; what each of them is says `workers.learner.sessions`."""
+"""Which sessions the learner of a run has, by name; `workers.learner.sessions` defines each of them."""
 
 from __future__ import annotations
 

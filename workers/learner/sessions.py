@@ -1,4 +1,4 @@
-"""What the learner's sessions are, from the configuration; and whether the model can have them, without loading it."""
+"""Builds the specs of the learner's sessions from the configuration, and checks them against the model without loading it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def critic_spec(config: Config, i: int) -> SessionSpec:
 
 
 def check_sessions(config: Config, model_path: str) -> list[str]:
-    """Create actor and critic on an outline of the model: what would fail on the ranks fails here, before Ray starts.
+    """Create actor and critic on an outline of the model: whatever would fail on the ranks fails here, before Ray starts.
 
     Returns:
         Sentences: on how much of the model each adapter is, and a kernel that was not checked.

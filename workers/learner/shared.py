@@ -1,4 +1,4 @@
-"""One batch in Ray's object store: every column is put once, when somebody first needs it, apart by who reads it."""
+"""One batch in Ray's object store: every column is put once, on first use, and each role fetches only what it reads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rlframe.types import Batch
 class SharedBatch:
     """References to the columns of ``batch``, those that are added to it later included.
 
-    Heads, by far the largest, are the actor's alone; a critic's update fetches only its targets beside what the pass before it
-    had fetched.
+    Heads, by far the largest, are the actor's alone; a critic's update fetches only its targets in addition to what the
+    pass before it had fetched.
     """
 
     def __init__(self, batch: Batch, put: Callable[[Batch], Any]) -> None:

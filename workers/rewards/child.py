@@ -1,8 +1,8 @@
 """The process that runs a user's reward function, started by `workers.rewards.pool` as a script of its own.
 
 Standard library only, so that it starts in milliseconds. It reads calls from a socket and answers each: first whether the
-function can be used, then what it returned. Frames, time limits, restarts and policy are the parent's
-(`workers.rewards.process`), and so is what counts as a reward.
+function can be used, then what it returned. The parent (`workers.rewards.process`) handles frames,
+time limits, restarts and policy, and decides what counts as a reward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load(path: str) -> Callable[..., Any]:
     """The function ``module:function``.
 
     Raises:
-        Refused: no such module, it fails while it is imported, no such function in it, or parameters of another kind.
+        Refused: the module or function does not exist, the import fails, or the parameters do not fit.
     """
     name, _, attribute = path.partition(":")
     try:
@@ -81,7 +81,7 @@ def check_parameters(function: Callable[..., Any], path: str) -> None:
 
 
 def verl_arguments(signature: inspect.Signature, response: str, row: dict[str, Any]) -> dict[str, Any]:
-    """What verl would pass; only what the function takes."""
+    """The arguments that verl would pass, as far as the function takes them."""
     given = {
         "data_source": row.get("data_source"),
         VERL: response,
@@ -133,7 +133,7 @@ def number(value: Any) -> float | None:
 
 
 class Caller:
-    """Calls the function; coroutines run on one event loop, so that what a user keeps open between calls stays usable."""
+    """Calls the function; coroutines run on one event loop, so that resources kept open between calls stay usable."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

@@ -1,7 +1,7 @@
 """Reward functions of the user, each call in a process that can be killed: a hang, a crash or a leak costs one rollout.
 
-`RewardPool` keeps a few processes (`workers.rewards.process`) and asks them. Whatever goes wrong with one call is
-`RewardFailed`; what that means for the run (``task.on_reward_failure``) is decided by the environment, not here.
+`RewardPool` keeps a few processes (`workers.rewards.process`) and sends them calls. Any failure of a call is
+`RewardFailed`; the environment decides what that means for the run (``task.on_reward_failure``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from workers.environments.settings import TaskConfig
 from workers.rewards.process import MAX_MB, Child, RewardFailed, end, exit_reason, read_handshake, spawn
 
 BUILT_IN = {"math": ("workers.rewards.math_reward:math_reward", "math-verify", "math")}
-"""Name of a reward of ours -> where it is, the package that it needs, the extra that installs it."""
+"""Name of a built-in reward -> its location, the package that it needs, the extra that installs it."""
 MAX_EXTRAS = 32
-"""Most numbers that are kept beside a score."""
+"""Most numbers that are kept in addition to a score."""
 MAX_NAME = 64
 """Characters of their names that are kept."""
 
@@ -85,7 +85,7 @@ class RewardPool:
 
         Args:
             response: what the policy wrote.
-            row: what the function is told beside it; values that JSON has no type for arrive as text.
+            row: further arguments of the function; values that JSON has no type for arrive as text.
 
         Raises:
             RewardFailed: no number within ``task.reward_timeout_s``, for whatever reason.

@@ -1,4 +1,4 @@
-"""The parent's side of a reward process: how one is started, spoken with and ended. What is asked is in `workers.rewards.pool`.
+"""The parent's side of a reward process: starting, messaging and ending one. See `workers.rewards.pool` for the calls.
 
 Both sides write frames to a socket pair: the number of the call (8 bytes), the length of what follows (4 bytes), JSON. An
 answer carries the number of its call, so that nothing else that arrives on the socket is taken for it.
@@ -48,7 +48,7 @@ class Child:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     calls: int = 0
-    """How many calls it was given."""
+    """Calls sent so far."""
 
     def ready(self) -> bool:
         """Whether it still runs and listens."""
@@ -123,7 +123,7 @@ def read_handshake(connection: socket.socket, limit_s: float) -> dict[str, Any]:
     Raises:
         TimeoutError: it did not come in time.
         EOFError: the process closed the socket.
-        RewardFailed: what came is no answer.
+        RewardFailed: the message is not an answer.
     """
     deadline = time.monotonic() + limit_s
 
@@ -147,11 +147,11 @@ def length_of(header: bytes, call: int) -> int:
     """Bytes of the answer to ``call`` that ``header`` announces.
 
     Raises:
-        RewardFailed: it is no such header.
+        RewardFailed: the header is invalid.
     """
     number, length = HEADER.unpack(header)
     if number != call:
-        raise RewardFailed("its process sent what is not the answer to this call")
+        raise RewardFailed("its process sent something other than the answer to this call")
     if length > MAX_MB * 2**20:
         raise RewardFailed(f"its process answered with more than {MAX_MB} MiB")
     return int(length)
@@ -161,7 +161,7 @@ def parse(data: bytes) -> dict[str, Any]:
     """The JSON object of an answer.
 
     Raises:
-        RewardFailed: it is none.
+        RewardFailed: it is not one.
     """
     try:
         message = json.loads(data.decode())
@@ -180,7 +180,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def exit_reason(process: subprocess.Popen[bytes], task: TaskConfig) -> str:
-    """Why nothing more comes from a process, in words."""
+    """Why a process has stopped answering, in words."""
     code = process.poll()
     if code is None:
         return "it closed the connection of its process"

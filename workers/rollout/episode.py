@@ -110,7 +110,7 @@ def _reward(result: StepResult, policy: str) -> float:
         return 0.0
     kind = FatalRewardError if policy == "raise" else RewardError
     raise kind(
-        f"The environment gave the reward {result.reward}, which is no finite float32 (task.on_reward_failure={policy})."
+        f"The environment returned the reward {result.reward}, which is not a finite float32 (task.on_reward_failure={policy})."
     )
 
 
@@ -156,7 +156,7 @@ async def run_episode(
             seeds of all turns.
         max_model_len: budget of the whole episode in tokens, prompt and observations included.
         vocabulary: all token ids must be below it; None: not checked.
-        on_reward_failure: what becomes of a reward that is no finite float32, as ``task.on_reward_failure`` says.
+        on_reward_failure: what becomes of a reward that is not a finite float32, as ``task.on_reward_failure`` says.
 
     Returns:
         ``finish`` is ``stop`` when the environment ended the episode, and ``length`` when a budget did: the last turn hit

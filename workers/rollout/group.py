@@ -1,7 +1,7 @@
-"""The driver's side of the rollout workers: which prompts go to which. What a worker does is in `workers.rollout.worker`.
+"""The driver's side of the rollout workers: which prompts go to which. See `workers.rollout.worker` for what a worker does.
 
 All turns of an episode run where its prompt was sent. A prompt whose worker was lost is sent again, to another worker or to
-the same one once it is back; see `workers.supervised` for what lost means.
+the same one once it is back; `workers.supervised` defines when a worker is lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.supervised import MAX_LOSSES, Supervised, SupervisedGroup, WorkerLo
 
 COLLECT_TIMEOUT_S = 1.0
 CALLS = 8
-"""Remote calls that a worker answers at once, beside the prompts that it runs."""
+"""Remote calls that a worker answers at once, in addition to the prompts that it runs."""
 
 
 class RolloutGroup(SupervisedGroup):
@@ -87,7 +87,7 @@ class RolloutGroup(SupervisedGroup):
         return tuple((worker.progress, worker.restarts, worker.admitted) for worker in self.workers)
 
     def state(self) -> str:
-        """What the workers have to do, as a clause: which are lost, how many prompts each has."""
+        """The state of the workers as a clause: which are lost, how many prompts each has."""
         parts = [
             f"rollout worker {worker.index} " + (f"has {len(worker.in_flight)} prompts" if worker.admitted else "is not up")
             for worker in self.workers
@@ -189,10 +189,10 @@ class RolloutGroup(SupervisedGroup):
         Args:
             prompts: the problems.
             sampling: how answers are sampled.
-            wait: without a worker, wait until somebody brings one back.
+            wait: without a worker, wait until one is restarted.
 
         Raises:
-            WorkerLost: no worker is up, and nobody will bring one back.
+            WorkerLost: no worker is up, and none will be restarted.
         """
         shares = [prompts[i :: len(self.workers)] for i in range(len(self.workers))]
         parts = await asyncio.gather(*(self._evaluate(i, s, sampling, wait) for i, s in enumerate(shares) if s))

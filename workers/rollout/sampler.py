@@ -1,6 +1,6 @@
 """A sampler for the HTTP server: one engine, many adapters, no environment and no episodes.
 
-A plain class; `SamplerGroup` wraps it as Ray actors. What is sampled for whom is decided in `trainer.server`.
+A plain class; `SamplerGroup` wraps it as Ray actors. `trainer.server` decides what to sample for which client.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("rlframe.server")
 CALLS = 8
 """Remote calls that a sampler answers at once, beside requests."""
 WATCH_S = 2.0
-"""Seconds between two questions to a sampler whether it lives."""
+"""Seconds between health checks of a sampler."""
 
 
 class SamplerWorker:
@@ -71,7 +71,7 @@ class SamplerWorker:
 
     @asynccontextmanager
     async def _alive(self) -> AsyncIterator[None]:
-        """What fails inside for an engine that is dead says so, however the engine put it."""
+        """Raise EngineDeadError for any failure inside when the engine is dead."""
         try:
             yield
         except (ValueError, EngineDeadError):
@@ -148,7 +148,7 @@ class SamplerGroup(SupervisedGroup):
         """See `SamplerWorker.sample`.
 
         Raises:
-            NoSampler: none is left, or this request is taken for what they died of.
+            NoSampler: none is left, or this request is considered the cause of their death.
         """
         return await self._on_one(count, "sample", tokens, params, count, adapter)
 
@@ -203,7 +203,7 @@ class SamplerGroup(SupervisedGroup):
         raise NoSampler(f"The {losses} samplers that had this request were lost; it is taken for the cause and given up.")
 
     async def _watch(self, worker: Supervised) -> None:
-        """Ask a sampler again and again whether it lives, and start it again when it is lost, as often as is allowed.
+        """Check a sampler's health periodically, and restart it when it is lost, as often as allowed.
 
         Requests have no time limit of their own, since one may ask for many samples: a sampler that hangs is found here.
         """

@@ -1,4 +1,4 @@
-"""The samplers: their settings and their check."""
+"""Settings of the samplers and their check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlframe.config import MODEL_DTYPES, QUANTIZED
 from rlframe.config.validate import above, at_least, check_fields, choice, refuse, rule
 
 ENGINE_DTYPES = (*MODEL_DTYPES, "float16")
-"""What an engine's weights may be, and what weights travel as."""
+"""Dtypes of an engine's weights, and of weights in transit."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class RolloutConfig:
 
 
 def serves_other_weights(rollout: RolloutConfig) -> bool:
-    """Whether the engines are given weights that are not the actor's, on purpose."""
+    """Whether the engines are deliberately given weights that differ from the actor's."""
     return rollout.quantize is not None or rollout.weight_noise > 0
 
 

@@ -1,7 +1,7 @@
 """The rollout worker: one engine, one environment, many episodes on one asyncio loop.
 
 A plain class; `workers.rollout.group` runs it as a Ray actor. One remote call carries many prompts or many
-trajectories, as flat arrays. What an episode is lives in `workers.rollout.episode`.
+trajectories, as flat arrays. `workers.rollout.episode` runs one episode.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from workers.settings import Config
 PROBE_TOKENS = 8
 """Tokens sampled by `RolloutWorker.probe`."""
 HEALTH_S = 60.0
-"""Longest time that an engine may take to say that it lives, when an episode took too long."""
+"""Longest time that an engine's health check may take after an episode took too long."""
 COUNTERS = ("tokens", "busy_s")
-"""What `RolloutWorker.stats` counts."""
+"""Counters of `RolloutWorker.stats`."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The commands of ``rlframe``, one module each; `trainer.cli.main` has the table. Nothing heavy is imported here.
 
 A command module has HELP (a line for ``rlframe --help``), DESCRIPTION, ``arguments`` and ``run``; heavy imports happen inside
-``run``, so that help comes at once.
+``run``, so that help is immediate.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Command(Protocol):
         """Declare what the command takes on its command line."""
 
     def run(self, arguments: argparse.Namespace) -> int | None:
-        """Do it; returns the exit code (None: 0).
+        """Run the command; returns the exit code (None: 0).
 
         Raises:
-            ConfigError: the user asked for what cannot be done; the message is one sentence.
+            ConfigError: the request is refused; the message is one sentence.
         """
 
 

@@ -256,7 +256,7 @@ class SGLangEngine:
         self._paused = mode
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         await self._control("/continue_generation", {"torch_empty_cache": False})
         self._paused = None
 
@@ -313,7 +313,7 @@ def _check_end(completion: Completion, params: SamplingParams) -> None:
     n = len(completion.ids)
     if completion.finish == "stop" and int(completion.ids[-1]) not in params.stop_token_ids:
         raise RuntimeError(
-            f"SGLang stopped at token {int(completion.ids[-1])}, which is no stop token of the request; start the server with "
+            f"SGLang stopped at token {int(completion.ids[-1])}, not a stop token of the request; start the server with "
             "`python -m workers.engines.sglang.server`."
         )
     if completion.finish == "length" and n < params.max_new_tokens:

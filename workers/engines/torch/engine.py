@@ -162,7 +162,7 @@ class TorchEngine:
         await self._notify()
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         self._paused = False
         await self._notify()
 

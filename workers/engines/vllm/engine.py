@@ -209,7 +209,7 @@ class VLLMEngine:
         self._paused = True
 
     async def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         await self._call(self._running().resume_generation(), "resume")
         self._paused = False
 
