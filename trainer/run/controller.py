@@ -10,7 +10,8 @@
                                                         v                                ^
     LearnerGroup: values -> compute_advantages -> update_critic x K -> update_actor -> weight_update(version)
 
-issue     consumes free slots; produces prompts in flight, and before them continuations of episodes that were cut; waits for a free slot; unblocked by `buffer.release`, `buffer.drop`.
+issue     consumes free slots; produces prompts in flight, and before them the rest of episodes that were cut; waits for a
+          free slot; unblocked by `buffer.release`, `buffer.drop`.
 collect   one per worker; consumes ended episodes; produces finished slots; waits for the worker; unblocked by an episode's end.
           When the worker is lost: re-issues its prompts, starts it again, and lets prompts go to it when it serves the current
           weights; waits for the learner to be between two policies.

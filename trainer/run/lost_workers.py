@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 async def bring_back(run: Controller, worker: int, loss: WorkerLost) -> bool:
-    """Re-issue the prompts of a lost worker (of an episode of which a piece was handed in, the rest is dropped), start it again, and let prompts go to it when it serves the current weights.
+    """Re-issue the prompts of a lost worker, start it again, and let prompts go to it when it serves the current weights.
+
+    Where a piece of an episode was handed in, its prompt is not issued again: the rest is dropped and counted.
 
     Args:
         run: the run.

@@ -46,9 +46,9 @@ class Phase(Enum):
 def snapshot(controller: Controller) -> Callable[[Path], list[Path]]:
     """Copy what the controller needs to continue after the last learned step; the function returned writes it, from any thread.
 
-    The rest of an episode that was cut is not in it, since its environment could not be continued by another process; whoever
-    restores this counts it as lost. A batch that was taken and not learned from goes back to its place. Trajectories are not copied: nothing changes them once
-    they are finished (values and advantages of a batch are in arrays of its own).
+    A batch that was taken and not learned from goes back to its place. The rest of an episode that was cut is not saved, since
+    another process could not continue its environment; whoever restores this counts it as lost. Trajectories are not copied:
+    nothing changes them once they are finished (values and advantages of a batch are in arrays of its own).
     """
     taken = controller.phase is Phase.TAKEN
     held = controller.buffer.slots(State.ISSUED, State.FINISHED, *([State.TRAINING] if taken else []))
@@ -111,6 +111,7 @@ def restore(controller: Controller, directory: Path) -> None:
     for slot in buffer.slots(State.ISSUED):
         if later[slot.number]:
             buffer.drop(slot.number)
+            controller.faults.counts["lost_rests"] += 1
     rest = [prompt for prompt, is_later in zip(rest, later[len(held) - len(rest) :], strict=True) if not is_later]
     stream.returned = [prompt.index for prompt in rest] + state.get("returned", [])
     again = len(batches) - len(buffer.slots(State.FINISHED))

@@ -1,7 +1,8 @@
 """The driver's side of the rollout workers: which prompts go to which. What a worker does is in `workers.rollout.worker`.
 
-All turns and pieces of an episode run where its prompt was sent. A prompt whose worker was lost is sent again, to another worker
-or to the same one once it is back, unless a piece of its episode was handed in: the rest is lost then. See `workers.supervised` for what lost means.
+All turns and pieces of an episode run where its prompt was sent. A prompt whose worker was lost is sent again, to another
+worker or to the same one once it is back, unless a piece of its episode was handed in: then the rest is lost. See
+`workers.supervised` for what lost means.
 """
 
 from __future__ import annotations
