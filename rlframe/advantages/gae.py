@@ -106,7 +106,7 @@ def _gae(
     gamma: float,
     decay: np.ndarray,
 ) -> None:
-    """Write the advantages of some trajectories into ``out``."""
+    """Write the advantages of some trajectories into ``out``, in its precision."""
     rows = np.flatnonzero(mask)
     bounds = np.searchsorted(rows, offsets)
     v = values[rows]
@@ -118,7 +118,7 @@ def _gae(
     deltas -= v
     np.add.at(deltas, *action_rewards(rewards, offsets, rows))
     discounted_sums(deltas, np.diff(bounds), decay)
-    out[rows] = deltas.astype(np.float32)
+    out[rows] = deltas
 
 
 def action_rewards(rewards: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -58,8 +58,8 @@ class RolloutConfig:
     probe_tolerance: float = field(default=1e-3, metadata=at_least(0))
     """Largest difference accepted by that comparison, nats (raise it for bfloat16 engines)."""
     timeout_s: float = field(default=600.0, metadata=above(0))
-    """Longest time one episode, a piece of one or one engine call may take; a worker that does not answer for so long is started
-    again."""
+    """Longest time one episode, a piece of one or one engine call may take; a worker that does not answer for so long is
+    started again."""
     max_restarts: int = field(default=5, metadata=at_least(0))
     """Times that one rollout worker is started again after its process, its engine or its node was lost; then the run goes on
     with the others, and ends when none is left."""
