@@ -23,7 +23,7 @@ GAMMA = 0.9
 RNG = np.random.default_rng(0)
 CONTEXTS = [c for n in range(LONGEST) for c in product(range(VOCABULARY), repeat=n) if STOP not in c]
 LOGITS = {context: RNG.normal(size=VOCABULARY) for context in CONTEXTS}
-EPISODES = [c + (t,) for c in CONTEXTS for t in range(VOCABULARY) if t == STOP or len(c) + 1 == LONGEST]
+EPISODES = [(*c, t) for c in CONTEXTS for t in range(VOCABULARY) if t == STOP or len(c) + 1 == LONGEST]
 # Sums of eighths are exact in float32, in which rewards travel.
 REWARD = {episode: float(RNG.integers(-8, 9)) / 8 for episode in EPISODES}
 TURN_REWARD, OBSERVATION = 0.25, 7
@@ -99,7 +99,7 @@ def true_values(turn):
     for context in sorted(CONTEXTS, key=len, reverse=True):
         values[context] = 0.0
         for token, p in enumerate(probabilities(context)):
-            after = context + (token,)
+            after = (*context, token)
             if after in LOGITS:
                 paid = TURN_REWARD if len(after) % turn == 0 else 0.0
                 values[context] += p * (paid + GAMMA * values[after])
