@@ -46,7 +46,7 @@ class Prompt:
 
 @dataclass
 class Trajectory:
-    """One finished episode, token by token.
+    """One finished episode, or a piece of one, token by token.
 
     Raises:
         ValueError: lengths differ, an action token has no finite log-probability (or a positive one), the first token is an
@@ -78,6 +78,14 @@ class Trajectory:
     """Name of the environment."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further data worth logging (JSON-like, small)."""
+    piece: int = 0
+    """Number of this piece of its episode; a whole episode is one piece. What earlier pieces hold is context here."""
+    last: bool = True
+    """Whether the episode ended with this piece; one that continues has ``finish`` ``length`` and is bootstrapped."""
+    actions_before: int = 0
+    """Action tokens of the earlier pieces."""
+    reward_before: float = 0.0
+    """Sum of the rewards of the earlier pieces."""
 
     def __post_init__(self) -> None:
         for name, column in _of_trajectory("token", "head").items():
@@ -94,7 +102,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float:
-        """Sum of all rewards of the episode."""
+        """Sum of all rewards of this piece."""
         return float(self.rewards.sum())
 
 
@@ -163,6 +171,14 @@ class Batch(TokenBatch):
     """B environment names."""
     metadata = Column[list[dict[str, Any]]](object, "trajectory", readers=_ACTOR)
     """B dictionaries."""
+    piece = Column[np.ndarray](np.int32, "trajectory", readers=frozenset())
+    """int32[B], number of the piece of its episode."""
+    last = Column[np.ndarray](np.bool_, "trajectory", readers=frozenset())
+    """bool[B], whether the episode ended with it."""
+    actions_before = Column[np.ndarray](np.int64, "trajectory", readers=frozenset())
+    """int64[B], action tokens of the earlier pieces."""
+    reward_before = Column[np.ndarray](np.float64, "trajectory", readers=frozenset())
+    """float64[B], rewards of the earlier pieces."""
     values = Column[np.ndarray | None](np.float32, readers=_CRITIC, added=True)
     """float32[N], V before token t (the critic's view of the state that produced it)."""
     bootstrap = Column[np.ndarray | None](np.float32, "trajectory", readers=frozenset(), added=True)
@@ -226,6 +242,10 @@ class Batch(TokenBatch):
             index=int(self.indices[b]),
             env=self.envs[b],
             metadata=self.metadata[b],
+            piece=int(self.piece[b]),
+            last=bool(self.last[b]),
+            actions_before=int(self.actions_before[b]),
+            reward_before=float(self.reward_before[b]),
         )
 
 

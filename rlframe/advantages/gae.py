@@ -32,7 +32,8 @@ class GAE(Estimator):
         algorithm, rows = self.algorithm, np.flatnonzero(batch.action_mask)
         lam: float | np.ndarray
         if algorithm.lambda_policy == "adaptive":
-            lam = adaptive_lambda(np.diff(np.searchsorted(rows, batch.offsets)), algorithm.lambda_alpha)
+            sampled = np.diff(np.searchsorted(rows, batch.offsets)) + batch.columns.get("actions_before", 0)
+            lam = adaptive_lambda(sampled, algorithm.lambda_alpha)
         else:
             lam = float(algorithm.lambda_policy)
         advantages = skip_observation_gae(batch, algorithm.gamma, lam)
@@ -47,7 +48,7 @@ def adaptive_lambda(lengths: np.ndarray, alpha: float) -> np.ndarray:
     Longer answers get a lambda nearer 1, so that the reward at their end still reaches their beginning.
 
     Args:
-        lengths: int[B], action tokens; 0 is legal and gives 0.
+        lengths: int[B], action tokens of the episode so far, those of earlier pieces included; 0 is legal and gives 0.
         alpha: positive.
 
     Returns:
@@ -105,7 +106,7 @@ def _gae(
     gamma: float,
     decay: np.ndarray,
 ) -> None:
-    """Write the advantages of some trajectories into ``out``."""
+    """Write the advantages of some trajectories into ``out``, in its precision."""
     rows = np.flatnonzero(mask)
     bounds = np.searchsorted(rows, offsets)
     v = values[rows]
@@ -117,7 +118,7 @@ def _gae(
     deltas -= v
     np.add.at(deltas, *action_rewards(rewards, offsets, rows))
     discounted_sums(deltas, np.diff(bounds), decay)
-    out[rows] = deltas.astype(np.float32)
+    out[rows] = deltas
 
 
 def action_rewards(rewards: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -109,7 +109,7 @@ def test_prompts_of_a_dead_engine_come_back_from_the_other_worker_each_once(path
         await group.submit(prompts, list(range(12)), 1, PARAMS)
         await actors[0].engine.close()
         came, losses = await collect_all(group)
-        reissued, given_up = await group.reissue(0)
+        reissued, given_up, _ = await group.reissue(0)
         later, _ = await collect_all(group)
         return came + later, losses, reissued, given_up
 
@@ -142,7 +142,7 @@ def test_a_prompt_that_takes_every_worker_down_is_given_up(path):
         await group.submit([prompt], [5], 1, PARAMS)
         for lost in range(1, MAX_LOSSES + 1):
             _, losses = await collect_all(group)
-            reissued, given_up = await group.reissue(0)
+            reissued, given_up, _ = await group.reissue(0)
             assert losses and (reissued, given_up) == ((1, []) if lost < MAX_LOSSES else (0, [5]))
             await group.workers[0].restart()
             await group.update_weights(update_of(tiny_model(), lost), [0])

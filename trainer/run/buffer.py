@@ -21,6 +21,11 @@ that is issued again, because its worker was lost or the run resumed, starts lat
 slots before it. Hence staleness <= s. Slots are freed by `release`, after the pull, so nothing is admitted under a version
 that is already superseded.
 
+Pieces. What is left of an episode that was cut is admitted like a prompt (`workers.rollout.group.Continuation`): nothing of it
+is sampled while it waits for a slot, the tokens that it trains on are sampled under the version served at its admission or a
+later one, and the tokens before them are context there, which the bound is not about. It holds no slot while it waits, and the
+slots that are held finish without it, so nobody waits for ever.
+
 Other settings. A resumed run may have another P, s or w, and what the checkpoint holds was admitted under the old ones. Nothing
 overtakes a finished slot, so the one in place n (from 0) trains in batch n // P + 1 from now or before: n // P versions after
 this one at the latest. `refill` keeps the results for which that is soon enough, and as many slots as B allows; all others are

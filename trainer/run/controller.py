@@ -10,7 +10,8 @@
                                                         v                                ^
     LearnerGroup: values -> compute_advantages -> update_critic x K -> update_actor -> weight_update(version)
 
-issue     consumes free slots; produces prompts in flight; waits for a free slot; unblocked by `buffer.release`, `buffer.drop`.
+issue     consumes free slots; produces prompts in flight, and before them the rest of episodes that were cut; waits for a
+          free slot; unblocked by `buffer.release`, `buffer.drop`.
 collect   one per worker; consumes ended episodes; produces finished slots; waits for the worker; unblocked by an episode's end.
           When the worker is lost: re-issues its prompts, starts it again, and lets prompts go to it when it serves the current
           weights; waits for the learner to be between two policies.
@@ -31,6 +32,7 @@ import asyncio
 from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import cast
 
 from rlframe.advantages import compute_advantages, make_estimator
 from rlframe.types import Batch, Prompt
@@ -52,7 +54,7 @@ from workers.engines.protocol import SamplingParams
 from workers.engines.weights import streams
 from workers.faults import Fault
 from workers.learner.group import LearnerGroup
-from workers.rollout.group import RolloutGroup
+from workers.rollout.group import Continuation, RolloutGroup
 from workers.rollout.settings import serves_other_weights
 from workers.supervised import WorkerLost
 
@@ -78,13 +80,17 @@ class Controller:
     def __post_init__(self) -> None:
         config = self.config
         prompts_per_step = config.batch_size // config.algorithm.rollouts_per_prompt
-        self.buffer: Buffer[Prompt, Batch] = Buffer(prompts_per_step, config.max_staleness, config.reorder_window)
+        self.buffer: Buffer[Prompt | Continuation, Batch] = Buffer(
+            prompts_per_step, config.max_staleness, config.reorder_window
+        )
         self.faults = Faults(self.buffer.capacity, config.algorithm.rollouts_per_prompt, self.tracker.note)
         self.estimator = make_estimator(config.algorithm)
         self.estimator_before = deepcopy(self.estimator.state_dict())
         """State of the advantage estimator before the batch in work."""
         self.watchdog = Watchdog(config.cluster.watchdog_s, self.tracker.run_dir / "logs" / "stuck.txt", self.tracker.say)
         self.waits = self.watchdog.waits
+        self.continuations: list[Continuation] = []
+        """Episodes that were cut and wait for a slot."""
         self.policy = asyncio.Lock()
         """Held while the actor's weights are not those of ``version``, or are not yet served."""
         self.learning = asyncio.Lock()
@@ -118,12 +124,22 @@ class Controller:
         """Admit prompts as slots become free."""
         restored = self.buffer.slots(State.ISSUED)
         if restored:
-            await self.submit([slot.prompt for slot in restored], [slot.number for slot in restored])
+            await self.submit([cast(Prompt, slot.prompt) for slot in restored], [slot.number for slot in restored])
         while True:
             self.waits("issue", "a free slot")
             await self.buffer.wait_free()
+            await self.resume_episodes()
             prompts = self.stream.take(self.buffer.free)
             await self.submit(prompts, [self.buffer.put(prompt) for prompt in prompts])
+
+    async def resume_episodes(self) -> None:
+        """Admit what waits of episodes that were cut, in the order of their last pieces, as far as slots are free."""
+        waiting = sorted(self.continuations, key=lambda continuation: continuation.before)
+        admitted, self.continuations = waiting[: self.buffer.free], waiting[self.buffer.free :]
+        if admitted:
+            slots = [self.buffer.put(continuation) for continuation in admitted]
+            self.waits("issue", "the rollout workers to continue episodes", self.rollouts.state)
+            await self.rollouts.resume(admitted, slots)
 
     async def submit(self, prompts: list[Prompt], slots: list[int]) -> None:
         """Send prompts to the rollout workers."""
@@ -152,6 +168,8 @@ class Controller:
                 raise RunFailed(collected.fatal.reason)
             for slot, batch in collected.by_slot():
                 self.buffer.finish(slot, batch)
+                if not batch.last.all():
+                    self.continuations.append(Continuation(worker, slot, int(batch.indices[0])))
             self.faults.succeeded(collected)
             for slot, faults in collected.failures:
                 self.drop(slot, faults)

@@ -63,6 +63,7 @@ COUNTERS = (
     *(treatment.counter for treatment in TREATMENT.values()),
     "partial_groups",
     "reissued",
+    "lost_rests",
     "worker_restarts",
     "learner_restarts",
 )

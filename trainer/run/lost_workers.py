@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 async def replace(run: Controller, worker: int, failure: WorkerLost) -> bool:
     """Re-issue the prompts of a lost worker, start it again, and let prompts go to it when it serves the current weights.
 
+    Where a piece of an episode was handed in, its prompt is not issued again: the rest is dropped and counted.
+
     Args:
         run: the run.
         worker: number of the worker.
@@ -29,8 +31,14 @@ async def replace(run: Controller, worker: int, failure: WorkerLost) -> bool:
     Raises:
         RunFailed: no worker is left, or the new one does not serve the weights that were sent.
     """
-    reissued, given_up = await run.rollouts.reissue(worker)
+    # Before anything is awaited: what waits for a slot must not be sent to the actor that comes after the lost one.
+    waiting, run.continuations = run.continuations, [rest for rest in run.continuations if rest.worker != worker]
+    run.faults.counts["lost_rests"] += len(waiting) - len(run.continuations)
+    reissued, given_up, rests = await run.rollouts.reissue(worker)
     rollouts = run.config.algorithm.rollouts_per_prompt
+    run.faults.counts["lost_rests"] += len(rests)
+    for slot in rests:
+        run.buffer.drop(slot)
     run.faults.counts["reissued"] += reissued * rollouts
     for slot in given_up:
         reason = f"every worker that had it was lost, most recently because: {failure}"

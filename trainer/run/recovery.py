@@ -21,11 +21,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from rlframe.config import ConfigError
-from rlframe.types import Batch
+from rlframe.types import Batch, Trajectory
 from trainer.run.buffer import State
 from trainer.run.prompts import PromptStream
 from trainer.settings.compose import to_yaml
 from trainer.watch.step_metrics import staleness
+from workers.rollout.group import Continuation
 
 if TYPE_CHECKING:
     from trainer.run.controller import Controller
@@ -45,11 +46,14 @@ class Phase(Enum):
 def snapshot(controller: Controller) -> Callable[[Path], list[Path]]:
     """Copy what the controller needs to continue after the last learned step; the function returned writes it, from any thread.
 
-    A batch that was taken and not learned from goes back to its place. Trajectories are not copied: nothing changes them once
-    they are finished (values and advantages of a batch are in arrays of its own).
+    A batch that was taken and not learned from goes back to its place. The rest of an episode that was cut is not saved, since
+    another process could not continue its environment; whoever restores this counts it as lost. Trajectories are not copied:
+    nothing changes them once they are finished (values and advantages of a batch are in arrays of its own).
     """
     taken = controller.phase is Phase.TAKEN
-    slots = controller.buffer.slots(State.ISSUED, State.FINISHED, *([State.TRAINING] if taken else []))
+    held = controller.buffer.slots(State.ISSUED, State.FINISHED, *([State.TRAINING] if taken else []))
+    slots = [slot for slot in held if slot.state is not State.ISSUED or not isinstance(slot.prompt, Continuation)]
+    lost_rests = len(held) - len(slots) + len(controller.continuations)
     state = {
         "step": controller.step_done,
         "version": controller.version,
@@ -59,6 +63,7 @@ def snapshot(controller: Controller) -> Callable[[Path], list[Path]]:
         "prompts": controller.stream.fingerprint,
         "advantage": controller.estimator_before if taken else deepcopy(controller.estimator.state_dict()),
         "faults": dict(controller.faults.counts),
+        "lost_rests": lost_rests,
         "dropped": controller.buffer.dropped,
         "wandb_id": controller.tracker.wandb_id,
         "slots": [{"index": slot.prompt.index, "finished": slot.state is not State.ISSUED} for slot in slots],
@@ -95,11 +100,19 @@ def restore(controller: Controller, directory: Path) -> None:
     stream.position, stream.returned = state["position"], []
     controller.estimator.load_state_dict(state["advantage"])
     controller.faults.counts |= state["faults"]
+    controller.faults.counts["lost_rests"] += state.get("lost_rests", 0)
     buffer.dropped = state["dropped"]
     batches = read_batches(directory)
     results = iter(batches)
     held = [(stream.prompt(slot["index"]), next(results) if slot["finished"] else None) for slot in state["slots"]]
     rest = buffer.refill(held, lambda batch: int(staleness(batch, controller.version).max(initial=0)))
+    # A later piece that is too stale is not sampled again: earlier ones of its episode were trained on, or wait here.
+    later = [result is not None and bool(result.piece.any()) for _, result in held]
+    for slot in buffer.slots(State.ISSUED):
+        if later[slot.number]:
+            buffer.drop(slot.number)
+            controller.faults.counts["lost_rests"] += 1
+    rest = [prompt for prompt, is_later in zip(rest, later[len(held) - len(rest) :], strict=True) if not is_later]
     stream.returned = [prompt.index for prompt in rest] + state.get("returned", [])
     again = len(batches) - len(buffer.slots(State.FINISHED))
     if again or rest:
@@ -149,6 +162,10 @@ def read_batches(directory: Path) -> list[Batch]:
         return []
     sizes = rest.pop("sizes")
     arrays: dict[str, Any] = load_file(str(directory / "buffer.safetensors"))
-    joined = Batch(**arrays, **rest)
+    written = arrays | rest
+    for name, column in Batch.schema().items():
+        if column.per == "trajectory" and not column.added and name not in written:  # of versions before it
+            written[name] = np.full(len(arrays["offsets"]) - 1, getattr(Trajectory, column.field), column.dtype)
+    joined = Batch(**written)
     edges = np.concatenate([[0], np.cumsum(sizes)])
     return [joined.select(np.arange(start, end)) for start, end in pairwise(edges)]

@@ -39,7 +39,7 @@ def check(config: Config) -> None:
     check_checkpoint(config.checkpoint)
     for key in ("cluster", "eval", "log", "server"):
         check_fields(getattr(config, key), key)
-    for pair in (_steps, _groups, _time_limits, _score_centering, _weight_sync, _devices, check_engine):
+    for pair in (_steps, _groups, _segments, _time_limits, _score_centering, _weight_sync, _devices, check_engine):
         pair(config)
 
 
@@ -63,6 +63,23 @@ def _groups(config: Config) -> None:
         config.reorder_window > room,
         f"reorder_window={config.reorder_window} takes more than the {room} prompts that max_staleness={config.max_staleness} "
         "lets run ahead of the batch in training; lower reorder_window or raise max_staleness.",
+    )
+
+
+def _segments(config: Config) -> None:
+    tokens, algorithm = config.rollout.segment_tokens, config.algorithm
+    if tokens is None:
+        return
+    refuse(
+        not make_estimator(algorithm).needs_critic,
+        f"rollout.segment_tokens={tokens} ends a piece with the critic's value, and algorithm.advantage={algorithm.advantage} "
+        "has no critic; set algorithm.advantage=gae or rollout.segment_tokens=null.",
+    )
+    refuse(
+        algorithm.rollouts_per_prompt > 1,
+        f"rollout.segment_tokens={tokens} continues every rollout by itself, which would take groups of "
+        f"algorithm.rollouts_per_prompt={algorithm.rollouts_per_prompt} apart; set algorithm.rollouts_per_prompt=1 or "
+        "rollout.segment_tokens=null.",
     )
 
 

@@ -95,6 +95,15 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("finish/abort", "fraction that was ended from outside", "Above 0: see `logs/controller.log`."),
         Metric("finish/error", "fraction that ended in an error", "Above 0: see `logs/rollout_*.log`."),
     ),
+    "Segments": (
+        Metric("segments/pieces", "pieces that an episode was trained in, mean over the episodes that ended"),
+        Metric(
+            "segments/continued",
+            "share of the pieces in the batch whose episodes continue",
+            "Near 1: few episodes end in a batch, and the critic's value decides more than rewards do; raise "
+            "`rollout.segment_tokens`.",
+        ),
+    ),
     "The policy": (
         Metric(
             "actor/pg_loss",
@@ -292,6 +301,10 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "Grows: the console and `logs/rollout_*.log` say why; see `rollout.max_restarts`.",
         ),
         Metric("fault/reissued", "rollouts that were sent again because their worker was lost"),
+        Metric(
+            "fault/lost_rests",
+            "episodes whose first pieces were trained on and whose rest was lost with its worker or at a restart of the run",
+        ),
         Metric("fault/learner_restarts", "attempts that ended with a process that the run needs, after which it started again"),
         Metric(
             "data/epoch",

@@ -55,6 +55,7 @@ def show_rollouts(
 def describe(row: dict[str, Any], max_tokens: int) -> RenderableType:
     """A trajectory: a line of facts, its text with sampled tokens coloured by advantage, and the table of its tokens."""
     facts = f"step {row['step']}  prompt {printable(row['prompt_id'])}  reward {_short(row['reward'])}  {row['finish']}"
+    facts += f"  piece {row['piece']}" if row.get("piece") or not row.get("last", True) else ""
     facts += "".join(f"  {printable(name)} {_short(x)}" for name, x in row.get("reward_extra", {}).items())
     facts += f"  no reward: {printable(row['reward_failure'])}" if row.get("reward_failure") else ""
     parts: list[RenderableType] = [_coloured(row)]

@@ -77,6 +77,8 @@ def as_rows(step: int, sample: Sample, tokenizer: Any, max_tokens: int) -> list[
                 "reward_extra": extra_numbers(batch.metadata[b]),
                 "reward_failure": batch.metadata[b].get(FAILURE),
                 "finish": batch.finish[b],
+                "piece": int(batch.piece[b]),
+                "last": bool(batch.last[b]),
                 "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,
                 "length": len(tokens),
                 "omitted": [max_tokens - max_tokens // 2, len(tokens) - max_tokens] if len(tokens) > max_tokens else None,

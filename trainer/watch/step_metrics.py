@@ -19,17 +19,34 @@ MAX_EXTRAS = 32
 
 
 def episode_rewards(batch: Batch) -> np.ndarray:
-    """float64[B], total reward of every trajectory."""
-    return np.add.reduceat(batch.rewards.astype(np.float64), batch.offsets[:-1])
+    """float64[B], total reward of every trajectory's episode, as far as it has come."""
+    return np.add.reduceat(batch.rewards.astype(np.float64), batch.offsets[:-1]) + batch.reward_before
 
 
 def response_lengths(batch: Batch) -> np.ndarray:
-    """int64[B], action tokens of every trajectory."""
-    return np.add.reduceat(batch.action_mask.astype(np.int64), batch.offsets[:-1])
+    """int64[B], action tokens of every trajectory's episode, as far as it has come."""
+    return np.add.reduceat(batch.action_mask.astype(np.int64), batch.offsets[:-1]) + batch.actions_before
 
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
-    """``reward/*`` (also groups without spread), ``reward_extra/*``, ``response_length/*`` and ``finish/*`` of a batch."""
+    """``reward/*`` (also groups without spread), ``reward_extra/*``, ``response_length/*`` and ``finish/*`` of a batch.
+
+    Of the whole episodes that ended in it. Where some were cut, also ``segments/*``, and nothing else if none ended.
+    """
+    if batch.piece.any() or not batch.last.all():
+        # Without the heads, which may be most of a batch.
+        light = batch.with_columns(head_ids=batch.head_ids[:, :0], head_logprobs=batch.head_logprobs[:, :0])
+        ended = light.select(np.flatnonzero(batch.last))
+        return _segment_metrics(batch) | (_episode_metrics(ended) if len(ended) else {})
+    return _episode_metrics(batch)
+
+
+def _segment_metrics(batch: Batch) -> dict[str, float]:
+    pieces = {"segments/pieces": float(batch.piece[batch.last].mean() + 1)} if batch.last.any() else {}
+    return pieces | {"segments/continued": float(1 - batch.last.mean())}
+
+
+def _episode_metrics(batch: Batch) -> dict[str, float]:
     rewards, lengths = episode_rewards(batch), response_lengths(batch)
     envs, finish = np.array(batch.envs), np.array(batch.finish)
     return {

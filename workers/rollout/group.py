@@ -1,7 +1,8 @@
 """The driver's side of the rollout workers: which prompts go to which. See `workers.rollout.worker` for what a worker does.
 
-All turns of an episode run where its prompt was sent. A prompt whose worker was lost is sent again, to another worker or to
-the same one once it is back; `workers.supervised` defines when a worker is lost.
+All turns and pieces of an episode run where its prompt was sent. A prompt whose worker was lost is sent again, to another
+worker or to the same one once it is back, unless a piece of its episode was handed in: then the rest is lost.
+`workers.supervised` defines when a worker is lost.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,18 @@ from workers.supervised import MAX_LOSSES, Supervised, SupervisedGroup, WorkerLo
 COLLECT_TIMEOUT_S = 1.0
 CALLS = 8
 """Remote calls that a worker answers at once, in addition to the prompts that it runs."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The rest of an episode that was cut: where it waits, and what it continues."""
+
+    worker: int
+    """Worker that has it."""
+    before: int
+    """Slot of its last piece."""
+    index: int
+    """`Prompt.index` of its prompt."""
 
 
 class RolloutGroup(SupervisedGroup):
@@ -121,6 +135,20 @@ class RolloutGroup(SupervisedGroup):
         with contextlib.suppress(WorkerLost):  # `collect` sees the failure too
             await worker.call("submit", list(share.values()), list(share), *self._terms)
 
+    async def resume(self, continuations: Sequence[Continuation], slots: Sequence[int]) -> None:
+        """Continue episodes where they wait; their next pieces come under ``slots``."""
+        shares: dict[int, dict[int, Continuation]] = {}
+        for slot, continuation in zip(slots, continuations, strict=True):
+            self.workers[continuation.worker].in_flight[slot] = continuation
+            shares.setdefault(continuation.worker, {})[slot] = continuation
+        await asyncio.gather(*(self._resume(self.workers[i], self.workers[i].restarts, share) for i, share in shares.items()))
+
+    async def _resume(self, worker: Supervised, restarts: int, share: dict[int, Continuation]) -> None:
+        if worker.restarts != restarts:
+            return  # lost before this ran, and so is the share
+        with contextlib.suppress(WorkerLost):  # `collect` sees the loss too
+            await worker.call("resume", [continuation.before for continuation in share.values()], list(share))
+
     async def collect(self, worker: int) -> Collected:
         """What one worker has finished; waits a while if there is nothing.
 
@@ -139,21 +167,26 @@ class RolloutGroup(SupervisedGroup):
             place.lose(collected.engine_fault.reason, kind=collected.engine_fault.kind)
         return collected
 
-    async def reissue(self, worker: int) -> tuple[int, list[int]]:
+    async def reissue(self, worker: int) -> tuple[int, list[int], list[int]]:
         """Send what a lost worker had to the others, or keep it until one is back.
 
         Returns:
-            How many prompts that are, and the slots of prompts that were given up, having seen `MAX_LOSSES` workers lost.
+            How many prompts that are, the slots of prompts that were given up, having seen `MAX_LOSSES` workers lost, and the
+            slots of continuations, which are lost with the worker: their prompts must not be sent again, since earlier pieces
+            were handed in.
         """
         place = self.workers[worker]
         orphans, place.in_flight = place.in_flight, {}
+        rests = [slot for slot, orphan in orphans.items() if isinstance(orphan, Continuation)]
+        for slot in rests:
+            del orphans[slot]
         self._losses.update(orphans.keys())
         given_up = [slot for slot in orphans if self._losses[slot] >= MAX_LOSSES]
         for slot in given_up:
             del orphans[slot], self._losses[slot]
         self._queue = orphans | self._queue
         await self._send()
-        return len(orphans), given_up
+        return len(orphans), given_up, rests
 
     async def update_weights(self, update: Any, workers: Iterable[int]) -> dict[int, str]:
         """Serve new weights on ``workers``; the checksums of what each of them now serves, without those that are lost."""

@@ -30,6 +30,9 @@ class RolloutConfig:
     """k of the top-k log-probabilities returned for every token, capped at the vocabulary; used with score centering."""
     max_new_tokens: int = field(default=64, metadata=at_least(1))
     """Budget of sampled tokens per turn."""
+    segment_tokens: Optional[int] = field(default=None, metadata=at_least(1, optional=True))
+    """Hand an episode to the learner in pieces of so many sampled tokens, each ended by the critic's value where the episode
+    continues; ``batch_size`` then counts pieces. null: whole episodes. Needs a critic and single rollouts."""
     max_model_len: int = field(default=1024, metadata=at_least(1))
     """Longest trajectory the engine can hold, prompt included."""
     weight_sync: str = field(default="auto", metadata=choice(("auto", "merged", "adapter", "full")))
@@ -55,7 +58,8 @@ class RolloutConfig:
     probe_tolerance: float = field(default=1e-3, metadata=at_least(0))
     """Largest difference accepted by that comparison, nats (raise it for bfloat16 engines)."""
     timeout_s: float = field(default=600.0, metadata=above(0))
-    """Longest time one episode or one engine call may take; a worker that does not answer for so long is started again."""
+    """Longest time one episode, a piece of one or one engine call may take; a worker that does not answer for so long is
+    started again."""
     max_restarts: int = field(default=5, metadata=at_least(0))
     """Times that one rollout worker is started again after its process, its engine or its node was lost; then the run continues
     with the others, and ends when none is left."""

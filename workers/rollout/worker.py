@@ -26,7 +26,7 @@ from workers.environments.registry import make_environment
 from workers.environments.task_checks import eval_size
 from workers.faults import EpisodeFailed, Fault, Kind, describe
 from workers.process import find_modules_in, redirect_output, without_garbage_collection
-from workers.rollout.episode import run_episode
+from workers.rollout.episode import LiveEpisode
 from workers.settings import Config
 
 PROBE_TOKENS = 8
@@ -39,7 +39,10 @@ COUNTERS = ("tokens", "busy_s")
 
 @dataclass
 class Collected:
-    """What finished since the last `RolloutWorker.collect`; every prompt appears once, in ``slots`` or in ``failures``."""
+    """What finished since the last `RolloutWorker.collect`; every slot appears once, in ``slots`` or in ``failures``.
+
+    A piece whose ``last`` is False continues: the worker keeps its episode until `RolloutWorker.resume`.
+    """
 
     slots: list[int]
     """Slots of the prompts of which at least one rollout succeeded, all of its rollouts having ended."""
@@ -107,6 +110,8 @@ class RolloutWorker:
             self.engine: Engine = make_engine(config, model_path, index)
         self._places = asyncio.Semaphore(config.rollout.max_concurrency)
         self._tasks: set[asyncio.Task] = set()
+        self._waiting: dict[int, LiveEpisode] = {}
+        """Episodes that continue when `resume` says so, by the slot of their last piece; nothing of them is sampled."""
         self._finished: list[tuple[int, list[Trajectory], list[Fault]]] = []
         self._news = asyncio.Event()
         self._counters = dict.fromkeys(COUNTERS, 0.0)
@@ -126,10 +131,14 @@ class RolloutWorker:
 
     async def submit(self, prompts: Sequence[Prompt], slots: Sequence[int], rollouts: int, sampling: SamplingParams) -> None:
         """Start ``rollouts`` episodes of every prompt and return; `collect` brings them back under the prompt's slot."""
+        segment_tokens = self.config.rollout.segment_tokens
         for prompt, slot in zip(prompts, slots, strict=True):
-            task = asyncio.create_task(self._run_prompt(prompt, slot, rollouts, sampling))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(slot, [self._live(prompt, n, sampling, segment_tokens) for n in range(rollouts)])
+
+    async def resume(self, before: Sequence[int], slots: Sequence[int]) -> None:
+        """Continue the episodes whose last pieces came under the slots ``before``; their next ones come under ``slots``."""
+        for former, slot in zip(before, slots, strict=True):
+            self._start(slot, [self._waiting.pop(former)])
 
     async def collect(self, timeout_s: float = 1.0) -> Collected:
         """Wait for at least one prompt to finish, or for the time limit, and return all that have finished."""
@@ -159,7 +168,7 @@ class RolloutWorker:
         Raises:
             EngineDeadError: the engine died.
         """
-        results = await asyncio.gather(*(self._episode(prompt, 0, sampling) for prompt in prompts))
+        results = await asyncio.gather(*(self._advance(self._live(prompt, 0, sampling, None)) for prompt in prompts))
         if self._engine_fault is not None:
             raise EngineDeadError(self._engine_fault.reason)
         succeeded = [result for result in results if isinstance(result, Trajectory)]
@@ -227,29 +236,41 @@ class RolloutWorker:
         self.environment.close()
         await self.engine.close()
 
-    async def _run_prompt(self, prompt: Prompt, slot: int, rollouts: int, sampling: SamplingParams) -> None:
-        results = await asyncio.gather(*(self._episode(prompt, n, sampling) for n in range(rollouts)))
+    def _live(self, prompt: Prompt, number: int, sampling: SamplingParams, segment_tokens: int | None) -> LiveEpisode:
+        """Rollout ``number`` of a prompt, not yet begun."""
+        return LiveEpisode(
+            self.engine,
+            self.environment,
+            prompt,
+            replace(sampling, seed=derive_seed(self.config.seed, prompt.index, number)),
+            max_model_len=self.config.rollout.max_model_len,
+            vocabulary=self.vocabulary,
+            on_reward_failure=self.config.task.on_reward_failure,
+            segment_tokens=segment_tokens,
+        )
+
+    def _start(self, slot: int, episodes: list[LiveEpisode]) -> None:
+        task = asyncio.create_task(self._run(slot, episodes))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, slot: int, episodes: list[LiveEpisode]) -> None:
+        """The rollouts of one slot, to their ends or to the next cut."""
+        results = await asyncio.gather(*(self._advance(episode) for episode in episodes))
         trajectories = [result for result in results if isinstance(result, Trajectory)]
-        if len(trajectories) == rollouts or self._engine_fault is None:
+        if not all(trajectory.last for trajectory in trajectories):
+            [self._waiting[slot]] = episodes
+        if len(trajectories) == len(episodes) or self._engine_fault is None:
             self._finished.append((slot, trajectories, [result for result in results if isinstance(result, Fault)]))
         self._news.set()
 
-    async def _episode(self, prompt: Prompt, number: int, sampling: SamplingParams) -> Trajectory | Fault:
-        """One trajectory, or why there is none."""
+    async def _advance(self, episode: LiveEpisode) -> Trajectory | Fault:
+        """The next piece of an episode (its trajectory, where it is not cut), or why there is none."""
         self._enter()
         limit = self.config.rollout.timeout_s
-        params = replace(sampling, seed=derive_seed(self.config.seed, prompt.index, number))
         try:
             async with self._places, asyncio.timeout(limit):
-                trajectory = await run_episode(
-                    self.engine,
-                    self.environment,
-                    prompt,
-                    params,
-                    max_model_len=self.config.rollout.max_model_len,
-                    vocabulary=self.vocabulary,
-                    on_reward_failure=self.config.task.on_reward_failure,
-                )
+                trajectory = await episode.advance()
             self._counters["tokens"] += float(trajectory.action_mask.sum())
             return trajectory
         except TimeoutError:  # of the line above: one of an environment or an engine comes as EpisodeFailed
