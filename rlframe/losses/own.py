@@ -32,7 +32,7 @@ def adopted(loss: Any, path: str) -> TokenLoss | SequenceLoss:
     fault = _fault(loss, level, centering)
     if fault is not None:
         raise ConfigError(f"algorithm.policy_loss={path} {fault}.")
-    adapted: Any = _Adopted(loss, level, centering)
+    adapted: Any = _Adopted(loss, level, centering, tuple(getattr(loss, "columns", ())))
     return adapted
 
 
@@ -43,11 +43,12 @@ class _Adopted:
     loss: Callable[..., Tensor | TokenTerms]
     level: str
     centering: WeightRule | None
+    columns: tuple[str, ...] = ()
 
-    def __call__(self, logprobs: Tensor, *rest: Any) -> TokenTerms:
+    def __call__(self, logprobs: Tensor, *rest: Any, **columns: Tensor) -> TokenTerms:
         with torch.enable_grad():
             variable = logprobs.detach().requires_grad_()
-            found = self.loss(variable, *rest)
+            found = self.loss(variable, *rest, **columns)
             if isinstance(found, Tensor):
                 return TokenTerms(found.detach(), _derivative(found, variable))
         weight, clipped = (part if part is None else part.detach() for part in (found.weight, found.clipped))
@@ -68,7 +69,8 @@ def _fault(loss: Any, level: str, centering: WeightRule | None) -> str | None:
     def call(logprobs: Tensor, rows: slice = slice(None)) -> Any:
         own = segments[rows] - segments[rows].min()
         more = (Sequences(own, int(own.max()) + 1),) if level == "sequence" else ()
-        return loss(logprobs, log_q[rows], advantages[rows], *more)
+        columns = {name: torch.ones_like(log_q[rows]) for name in getattr(loss, "columns", ())}
+        return loss(logprobs, log_q[rows], advantages[rows], *more, **columns)
 
     variable = (log_q + log_ratio).requires_grad_()
     try:

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from rlframe import AlgorithmConfig, ConfigError, LoraConfig, ModelConfig, OptimConfig
-from rlframe.config.algorithm import check_advantage, check_algorithm, parse_threshold
+from rlframe.advantages import check_advantage
+from rlframe.config.algorithm import parse_threshold
 from rlframe.config.lora import check_lora
 from rlframe.config.model import check_model
 from rlframe.config.optim import check_optim
 from rlframe.config.validate import above, at_least, between, check_fields, choice
+from rlframe.losses.checks import check_algorithm
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ from rlframe.config.validate import above, at_least, between, check_fields, choi
         ),
         (
             lambda: check_advantage(AlgorithmConfig(advantage="mean")),
-            "algorithm.advantage=mean is not known; choose one of gae, running_mean, group, none.",
+            "algorithm.advantage=mean is not known; choose one of gae, running_mean, group, none, or module:Class of your own.",
         ),
     ],
 )
