@@ -87,8 +87,8 @@ class TokenLoss(Protocol):
     """A policy loss of each token on its own; `rlframe.losses.token` has those that are built in.
 
     One of a user's own may return only the loss [A]; autograd then finds the slope, and what is detached is a constant. One
-    with ``columns``, names of columns of the batch, gets each of them as an argument of that name, too: a tensor [A], in which a
-    column with one entry per trajectory stands on each of its tokens.
+    with ``columns``, names of columns of the batch, gets each as an argument of that name, too: a tensor [A], in which what the
+    batch has once per trajectory stands on each of its tokens.
     """
 
     level: ClassVar[Literal["token"]]

@@ -20,6 +20,7 @@ from rlframe.losses.objective import PolicyObjective, PolicyRules, PolicyTokens
 from rlframe.losses.policy_metrics import policy_metrics
 from rlframe.losses.score_centering import check_heads
 from rlframe.metrics import Metrics
+from rlframe.types import Batch
 from rlframe.validation import check_finite, check_logprobs, check_rows, check_vocabulary
 
 

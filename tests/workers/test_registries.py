@@ -97,7 +97,7 @@ def test_the_memory_estimate_has_the_cache_that_the_engine_reserves(tmp_path):
         ("vlm", "rollout.engine=vlm is not known; choose one of .*torch.*, or module:ENGINE of your own"),
         (
             "no_such_module:ENGINE",
-            "rollout.engine=no_such_module:ENGINE cannot be imported: ModuleNotFoundError: No module named",
+            "rollout.engine=no_such_module:ENGINE cannot be imported: ModuleNotFoundError: No module",
         ),
         (f"{HERE}:nothing", "names nothing: .*test_registries.py has no 'nothing'"),
         (f"{HERE}:Narrow", "must be an object of a class derived from workers.engines.spec.EngineSpec"),
