@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from rlframe.config import ConfigError
-from trainer.settings.checks import check
+from trainer.settings.checks import check, check_ranges
 from trainer.settings.config import Config
 from trainer.settings.overrides import Given, example, inside_dictionary, parse, settings, unknown, wanted_type
 from trainer.settings.presets import configs_dir
@@ -38,10 +38,14 @@ def options() -> dict[str, list[str]]:
     return {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups}
 
 
-def compose(overrides: Sequence[str] = ()) -> Config:
+def compose(overrides: Sequence[str] = (), elsewhere: bool = False) -> Config:
     """The resolved and checked job that ``overrides`` (e.g. ``algorithm=sao actor.optim.lr=1e-5``) describe.
 
     ``model.path=FOLDER`` without a choice of ``model`` means ``model=local``.
+
+    Args:
+        overrides: settings and choices.
+        elsewhere: the job runs on another machine, which alone may have the modules that it names (see `_check`).
 
     Raises:
         ConfigError: an unknown key, group or option; a value of the wrong type; a combination that is not defined; a
@@ -62,13 +66,25 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(_explain(error, given)) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"A file under {configs_dir()} is not YAML: {' '.join(str(error).split())}.") from None
-    check(config)
-    _refuse_unused(config, chosen)
+    _check(config, chosen, elsewhere)
     return config
 
 
-def resumed(run: str | Path, overrides: Sequence[str]) -> Config:
-    """The checked job of the run in ``run``, with ``overrides`` of single settings.
+def _check(config: Config, given: Iterable[str], elsewhere: bool) -> None:
+    """Refuse what makes no sense. A job for elsewhere that names a module is not imported: only ranges are looked at here."""
+    if elsewhere and any(":" in name for name in _imported(config)):
+        return check_ranges(config)
+    check(config)
+    _refuse_unused(config, given)
+
+
+def _imported(config: Config) -> tuple[str, ...]:
+    """What `check` imports where it is ``module:name``."""
+    return config.rollout.engine, config.algorithm.policy_loss, config.algorithm.advantage
+
+
+def resumed(run: str | Path, overrides: Sequence[str], elsewhere: bool = False) -> Config:
+    """The checked job of the run in ``run``, with ``overrides`` of single settings; ``elsewhere`` as in `compose`.
 
     Raises:
         ConfigError: as `compose` and `load_yaml`; or a secret of the run, which its ``config.yaml`` does not keep, is not
@@ -79,8 +95,7 @@ def resumed(run: str | Path, overrides: Sequence[str]) -> Config:
         raise ConfigError("run_dir has no effect on a run that goes on where it is; move its folder and give the new place.")
     config = load_yaml(Path(run) / "config.yaml", overrides)
     config.run_dir = str(run)
-    check(config)
-    _refuse_unused(config, given)
+    _check(config, given, elsewhere)
     for key in hidden_names(dataclasses.asdict(config)):
         raise ConfigError(f"{key} holds a secret, which {run}/config.yaml does not keep; give it again, as {key}=...")
     return config
