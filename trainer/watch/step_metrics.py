@@ -11,16 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.advantages import total_rewards
 from rlframe.types import FINISHES, Batch
 from workers.environments.base import EXTRAS, FAILURE
 
 MAX_EXTRAS = 32
 """Most names of an environment's own numbers that a step logs; the most frequent ones stay."""
-
-
-def episode_rewards(batch: Batch) -> np.ndarray:
-    """float64[B], total reward of every trajectory."""
-    return np.add.reduceat(batch.rewards.astype(np.float64), batch.offsets[:-1])
 
 
 def response_lengths(batch: Batch) -> np.ndarray:
@@ -30,7 +26,7 @@ def response_lengths(batch: Batch) -> np.ndarray:
 
 def rollout_metrics(batch: Batch) -> dict[str, float]:
     """``reward/*`` (also groups without spread), ``reward_extra/*``, ``response_length/*`` and ``finish/*`` of a batch."""
-    rewards, lengths = episode_rewards(batch), response_lengths(batch)
+    rewards, lengths = total_rewards(batch), response_lengths(batch)
     envs, finish = np.array(batch.envs), np.array(batch.finish)
     return {
         "reward/mean": float(rewards.mean()),
@@ -105,7 +101,7 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 def eval_metrics(batch: Batch, task: str) -> dict[str, float]:
     """``eval/<task>/*`` of a held-out batch: rewards, lengths, and what `rollout_metrics` has of the environment."""
     return {
-        f"eval/{task}/reward": float(episode_rewards(batch).mean()),
+        f"eval/{task}/reward": float(total_rewards(batch).mean()),
         f"eval/{task}/response_length": float(response_lengths(batch).mean()),
         **_environment_metrics(batch, f"eval/{task}/reward_failed", f"eval/{task}/reward_extra"),
     }
