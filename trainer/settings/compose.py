@@ -28,7 +28,7 @@ from trainer.settings.config import Config
 from trainer.settings.overrides import Given, example, inside_dictionary, parse, settings, unknown, wanted_type
 from trainer.settings.presets import configs_dir
 from trainer.settings.redact import hidden_names, without_secrets
-from trainer.settings.renamed import REMOVED, name_bands, rename
+from trainer.settings.renamed import REMOVED, RENAMED, name_bands, refuse_torn_bands, rename
 from trainer.settings.unused import unused
 
 
@@ -57,6 +57,7 @@ def compose(overrides: Sequence[str] = (), elsewhere: bool = False) -> Config:
     if "model.path" in chosen and "model" not in chosen:
         given.insert(0, parse("model=local", groups))
     _register_schema()
+    refuse_torn_bands(configs_dir())
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(configs_dir()), job_name="rlframe"):
             composed = hydra_compose("config", overrides=[one.line for one in given if one.line])
@@ -256,6 +257,9 @@ def _explain_value(error: OmegaConfBaseException, given: dict[str, Any] | None) 
         return f"A value refers to something that is not a setting: {str(error).splitlines()[0]}."
     wanted = wanted_type(key)
     if wanted is None:
+        for old, new in RENAMED.items():
+            if key == old or key.startswith(f"{old}."):
+                return f"{key} is called {new + key.removeprefix(old)} now; write that."
         return unknown(key, "a setting", key, settings(), "")
     return f"{key}{value}, but it must be {wanted}." if value else f"{key} must be {wanted} ({str(error).splitlines()[0]})."
 
