@@ -1,4 +1,4 @@
-"""Held-out problems have an engine of their own where rollout workers serve other weights; one that is lost costs no attempt."""
+"""Held-out problems have an engine of their own where rollouts come from other weights; one that is lost costs no attempt."""
 
 import pytest
 
@@ -11,7 +11,7 @@ OPTIONS = ["algorithm.advantage=none", "steps=2", "eval.every=1", "rollout.quant
 
 
 def dying(dead: set[int], unable: set[int]):
-    """A worker; of those that evaluate, by the order in which they were made, some die of a first evaluation, some cannot start."""
+    """A worker; of those that evaluate, in the order in which they were made, some die of an evaluation, some cannot start."""
     made = []
 
     class Dying(RolloutWorker):
