@@ -17,12 +17,12 @@ class AlgorithmConfig:
     description: str = ""
     """One line for ``rlframe presets``."""
     policy_loss: str = "reinforce"
-    """``reinforce``, ``dis``, ``ppo_clip``, ``cispo``, ``gspo``, ``importance_sampling``, ``dro``; or ``module:Class`` of your
-    own (the current directory is searched, too)."""
+    """Name of a loss, such as reinforce, dis or ppo_clip (docs/algorithms.md has all); or ``module:Class`` of your own (the
+    current directory is searched, too)."""
     loss_args: dict[str, Any] = field(default_factory=dict)
-    """Settings of a loss of your own, by the names of its constructor; of dro: ``beta`` (0.05)."""
+    """Settings of the loss that are no fields here, by the names of its constructor; of dro: ``beta`` (0.05)."""
     clip_low: float = field(default=0.2, metadata=at_least(0))
-    """Lower clip: the ratio band of dis, ppo_clip, cispo and gspo starts at 1 - clip_low."""
+    """Lower clip: the ratio band of losses that have one (dis, ppo_clip, ...) starts at 1 - clip_low."""
     clip_high: float = field(default=0.2, metadata=at_least(0))
     """Upper clip: the ratio band ends at 1 + clip_high."""
     clip_dual: Optional[float] = None
@@ -38,8 +38,8 @@ class AlgorithmConfig:
     score_centering: bool = False
     """Subtract the sampler's expected score from every score; needs heads from the rollout workers."""
     advantage: str = "gae"
-    """``gae`` (critic), ``running_mean``, ``group`` or ``none``; or ``module:Class`` of your own (the current directory is
-    searched, too)."""
+    """Name of an estimator, such as gae (which has a critic) or group (docs/algorithms.md has all); or ``module:Class`` of
+    your own (the current directory is searched, too)."""
     advantage_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of an estimator of your own."""
     rollouts_per_prompt: int = field(default=1, metadata=at_least(1))

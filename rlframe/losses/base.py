@@ -86,7 +86,9 @@ class TokenTerms(NamedTuple):
 class TokenLoss(Protocol):
     """A policy loss of each token on its own; `rlframe.losses.token` has those that are built in.
 
-    One of a user's own may return only the loss [A]; autograd then finds the slope, and what is detached is a constant.
+    One of a user's own may return only the loss [A]; autograd then finds the slope, and what is detached is a constant. One
+    with ``columns``, names of columns of the batch, gets each as an argument of that name, too: a tensor [A], in which what the
+    batch has once per trajectory stands on each of its tokens.
     """
 
     level: ClassVar[Literal["token"]]
@@ -102,7 +104,10 @@ class TokenLoss(Protocol):
 
 
 class SequenceLoss(Protocol):
-    """A policy loss that looks at whole trajectories; `rlframe.losses.sequence` has those that are built in."""
+    """A policy loss that looks at whole trajectories; `rlframe.losses.sequence` has those that are built in.
+
+    ``columns`` as in `TokenLoss`.
+    """
 
     level: ClassVar[Literal["sequence"]]
 

@@ -129,11 +129,6 @@ class Rejection:
     lower: float
     upper: float
 
-    @property
-    def per_trajectory(self) -> bool:
-        """Whether whole trajectories are kept or dropped."""
-        return not self.option.startswith("token")
-
     def keep(self, log_ratio: Tensor, segments: Tensor, count: int) -> Tensor:
         """bool[A], the action tokens that stay.
 

@@ -32,7 +32,7 @@ def checked_loss(loss: Any, path: str) -> TokenLoss | SequenceLoss:
     fault = _fault(loss, level, centering)
     if fault is not None:
         raise ConfigError(f"algorithm.policy_loss={path} {fault}.")
-    adapted: Any = _CustomLoss(loss, level, centering)
+    adapted: Any = _CustomLoss(loss, level, centering, tuple(getattr(loss, "columns", ())))
     return adapted
 
 
@@ -43,11 +43,12 @@ class _CustomLoss:
     loss: Callable[..., Tensor | TokenTerms]
     level: str
     centering: WeightRule | None
+    columns: tuple[str, ...] = ()
 
-    def __call__(self, logprobs: Tensor, *rest: Any) -> TokenTerms:
+    def __call__(self, logprobs: Tensor, *rest: Any, **columns: Tensor) -> TokenTerms:
         with torch.enable_grad():
             variable = logprobs.detach().requires_grad_()
-            found = self.loss(variable, *rest)
+            found = self.loss(variable, *rest, **columns)
             if isinstance(found, Tensor):
                 return TokenTerms(found.detach(), _derivative(found, variable))
         weight, clipped = (part if part is None else part.detach() for part in (found.weight, found.clipped))
@@ -68,7 +69,8 @@ def _fault(loss: Any, level: str, centering: WeightRule | None) -> str | None:
     def call(logprobs: Tensor, rows: slice = slice(None)) -> Any:
         own = segments[rows] - segments[rows].min()
         more = (Sequences(own, int(own.max()) + 1),) if level == "sequence" else ()
-        return loss(logprobs, log_q[rows], advantages[rows], *more)
+        columns = {name: torch.ones_like(log_q[rows]) for name in getattr(loss, "columns", ())}
+        return loss(logprobs, log_q[rows], advantages[rows], *more, **columns)
 
     variable = (log_q + log_ratio).requires_grad_()
     try:
@@ -84,7 +86,7 @@ def _fault(loss: Any, level: str, centering: WeightRule | None) -> str | None:
                 losses = part if isinstance(part, Tensor) else part.loss
                 if not torch.allclose(losses, terms.loss[rows], rtol=1e-9):
                     return (
-                        f"gives a {'trajectory' if level == 'sequence' else 'token'} another loss beside other tokens than alone, "
+                        f"gives a {'trajectory' if level == 'sequence' else 'token'} another loss beside others than alone, "
                         "so results would depend on how a batch is cut; leave out what mixes them, such as means and extremes"
                     )
     except Exception as error:  # whatever the user's code does

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,26 +15,26 @@ class _Record:
     """`rlframe.losses.fused.Objective` that keeps log-probabilities and has no loss."""
 
     whole = False
+    head_ids: Tensor | None = None
 
-    def __init__(self, tokens: Tensor, head_ids: Tensor | None) -> None:
-        self.tokens, self.head_ids = tokens, head_ids
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
 
     def slopes(self, rows: slice, logprobs: Tensor, head_logprobs: Tensor) -> Slopes:
         zero = torch.zeros_like(logprobs)
-        return Slopes(zero, None, zero, {"head_logprobs": head_logprobs})
+        return Slopes(zero, None, zero, {})
 
     def afterwards(self, logprobs: Tensor) -> Afterwards:
         return Afterwards(torch.ones_like(logprobs), None, {})
 
 
 class LogProbs:
-    """``logprobs`` [N] and ``entropy`` [N] of every action token, and ``head_logprobs`` [N, k] at the batch's ``head_ids``."""
+    """``logprobs`` [N] and ``entropy`` [N] of every action token."""
 
     needs = "lm_head"
 
-    def __init__(self, temperature: float = 1.0, head: bool = False) -> None:
+    def __init__(self, temperature: float = 1.0) -> None:
         self.temperature = temperature
-        self.head = head
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Log-probabilities of a micro-batch, nats, 0 off the mask.
@@ -51,18 +50,11 @@ class LogProbs:
         check_vocabulary(batch, inputs.lm_head.vocabulary())
         index = torch.from_numpy(rows).to(device)
         tokens = torch.from_numpy(batch.tokens[rows]).to(device).long()
-        head_ids = None
-        if self.head:
-            padded = batch.head_logprobs[rows] == -np.inf
-            head_ids = torch.from_numpy(np.where(padded, 0, batch.head_ids[rows])).to(device)
         with torch.no_grad():
             acting = inputs.hidden.index_select(0, torch.from_numpy(producers).to(device))
-            out = fused_loss(acting, inputs.lm_head, _Record(tokens, head_ids), self.temperature)
-        columns = {"logprobs": out.logprobs, "entropy": out.entropy}
-        if self.head:
-            columns["head_logprobs"] = out.stats["head_logprobs"]
+            out = fused_loss(acting, inputs.lm_head, _Record(tokens), self.temperature)
         per_token = {}
-        for name, column in columns.items():
-            per_token[name] = torch.zeros(batch.num_tokens, *column.shape[1:], device=device)
+        for name, column in (("logprobs", out.logprobs), ("entropy", out.entropy)):
+            per_token[name] = torch.zeros(batch.num_tokens, device=device)
             per_token[name][index] = column.float()
         return LossOutputs(None, per_token=per_token)

@@ -5,7 +5,7 @@ See `rlframe.losses.token` and `rlframe.losses.sequence` for the losses themselv
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -67,11 +67,15 @@ class PolicyTokens:
     """int[A, k]"""
     head_logprobs: Tensor | None = None
     """[A, k], -inf in padded entries."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """[A] each, what else the loss reads."""
 
     def to(self, dtype: torch.dtype) -> PolicyTokens:
-        """The same with log-probabilities and advantages in ``dtype``, what the pass computes in."""
+        """The same with log-probabilities, advantages and other real numbers in ``dtype``, what the pass computes in."""
         head = None if self.head_logprobs is None else self.head_logprobs.to(dtype)
-        return replace(self, logprobs=self.logprobs.to(dtype), advantages=self.advantages.to(dtype), head_logprobs=head)
+        logprobs, advantages = self.logprobs.to(dtype), self.advantages.to(dtype)
+        columns = {name: each.to(dtype) if each.is_floating_point() else each for name, each in self.columns.items()}
+        return replace(self, logprobs=logprobs, advantages=advantages, head_logprobs=head, columns=columns)
 
 
 class PolicyObjective:
@@ -101,7 +105,8 @@ class PolicyObjective:
         loss, advantages = self.rules.loss, self.data.advantages[rows]
         if loss.level == "sequence":  # `afterwards` has its slopes
             return Slopes(torch.ones_like(logprobs), None, torch.zeros_like(logprobs), {})
-        token = loss(logprobs, self.data.logprobs[rows], advantages)
+        more = {name: column[rows] for name, column in self.data.columns.items()}
+        token = loss(logprobs, self.data.logprobs[rows], advantages, **more)
         stats = _weight_stats(token)
         if self.rules.centering is None:
             return Slopes(token.slope, None, token.loss, stats)
@@ -119,7 +124,7 @@ class PolicyObjective:
         log_ratio = logprobs - data.logprobs
         factors, each, stats = torch.ones_like(log_ratio), None, {}
         if loss.level == "sequence":
-            terms = loss(logprobs, data.logprobs, data.advantages, sequences)
+            terms = loss(logprobs, data.logprobs, data.advantages, sequences, **data.columns)
             factors, each, stats = terms.slope, terms.loss, _weight_stats(terms)
         elif rules.sequence_weight is not None:
             total = sequences.sum(log_ratio)

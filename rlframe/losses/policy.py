@@ -5,6 +5,9 @@ See `rlframe.losses.objective` for what it computes and `rlframe.losses.fused` f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from rlframe.losses.objective import PolicyObjective, PolicyRules, PolicyTokens
 from rlframe.losses.policy_metrics import policy_metrics
 from rlframe.losses.score_centering import check_topk
 from rlframe.metrics import Metrics
+from rlframe.types import Batch
 from rlframe.validation import check_finite, check_logprobs, check_rows, check_vocabulary
 
 
@@ -69,17 +73,30 @@ class PolicyLoss:
         def column(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array[rows]).to(device)
 
+        segments = trajectory_of(batch, rows)
         data = PolicyTokens(
             tokens=column(batch.tokens).long(),
             logprobs=column(batch.logprobs),
             advantages=column(batch.advantages),  # type: ignore[arg-type]
-            segments=torch.from_numpy(trajectory_of(batch, rows)).to(device),
+            segments=torch.from_numpy(segments).to(device),
             count=len(batch),
             head_ids=column(batch.head_ids) if self.rules.centering else None,
             head_logprobs=column(batch.head_logprobs) if self.rules.centering else None,
+            columns={name: torch.from_numpy(array).to(device) for name, array in _read(self.rules.loss, batch, rows, segments)},
         )
         acting = hidden.index_select(0, torch.from_numpy(producers).to(device))
         out, metrics = run_policy_loss(acting, inputs.lm_head, data, self.rules, self.temperature)
         scattered = torch.zeros(2, batch.num_tokens, device=device)
         scattered[:, torch.from_numpy(rows).to(device)] = torch.stack([out.logprobs, out.entropy]).float()
         return LossOutputs(out.loss, metrics, {"logprobs": scattered[0], "entropy": scattered[1]})
+
+
+def _read(loss: Any, batch: Batch, rows: np.ndarray, segments: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The columns that a loss asks for, at the action tokens ``rows`` of trajectories ``segments``."""
+    for name in getattr(loss, "columns", ()):
+        if name not in batch.columns:
+            raise ValueError(
+                f"The loss reads a column {name!r}, which the batch does not have; have the advantage estimator add it with "
+                "batch.add, or leave it out of the loss's columns."
+            )
+        yield name, batch.columns[name][segments if batch.declared()[name].per == "trajectory" else rows]

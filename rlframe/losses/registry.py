@@ -47,13 +47,15 @@ def make_policy_loss(algorithm: AlgorithmConfig) -> TokenLoss | SequenceLoss:
     return loss if name in POLICY_LOSSES else checked_loss(loss, name)
 
 
-def settings_of(policy_loss: str) -> tuple[str, ...]:
-    """Names of the ``clip_*`` settings of `AlgorithmConfig` that this loss reads.
+def unused_settings(policy_loss: str) -> list[str]:
+    """Fields of `AlgorithmConfig` that other losses read and this one does not.
 
     Raises:
         ConfigError: there is no such loss.
     """
-    return tuple(getattr(_maker(policy_loss), "settings", ()))
+    read = getattr(_maker(policy_loss), "settings", ())
+    others = {name: None for make in POLICY_LOSSES.values() for name in getattr(make, "settings", ())}
+    return [name for name in others if name not in read]
 
 
 def centred_losses() -> list[str]:

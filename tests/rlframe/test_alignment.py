@@ -10,6 +10,7 @@ import torch
 
 from rlframe import AlgorithmConfig, Batch, LMHead, LogProbs, LossInputs, PolicyLoss, Trajectory
 from rlframe.alignment import action_rows, last_rows, trajectory_of
+from tests.support.head_logprobs import HeadLogProbs
 from tests.support.loss_cases import make_case
 
 
@@ -84,7 +85,7 @@ def test_on_policy_logprobs_agree_and_a_shift_by_one_does_not(model, temperature
     torch.manual_seed(1)
     batch = sampled_trajectories(model, temperature, k=5)
     hidden = torch.cat([model.model(torch.from_numpy(t.tokens).long()[None]).last_hidden_state[0] for t in batch])
-    out = LogProbs(temperature, head=True)(LossInputs(hidden, batch, LMHead(model.lm_head.weight)))
+    out = HeadLogProbs(temperature)(LossInputs(hidden, batch, LMHead(model.lm_head.weight)))
     mask = batch.action_mask
     assert np.abs(out.per_token["logprobs"].numpy() - batch.logprobs)[mask].max() < 1e-5
     assert np.abs(out.per_token["head_logprobs"].numpy() - batch.head_logprobs)[mask].max() < 1e-5

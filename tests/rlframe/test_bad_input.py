@@ -21,6 +21,7 @@ from rlframe import (
     policy_loss,
     value_loss,
 )
+from tests.support.head_logprobs import HeadLogProbs
 from tests.support.loss_cases import Case, make_case
 
 POLICY = PolicyLoss(AlgorithmConfig())
@@ -107,7 +108,7 @@ def test_returns_that_are_not_finite() -> None:
         ValueLoss()(LossInputs(case.hidden, case.batch, value_head=lambda h: h.sum(-1)))
 
 
-@pytest.mark.parametrize("loss", [POLICY, PolicyLoss(AlgorithmConfig(score_centering=True)), LogProbs(head=True)])
+@pytest.mark.parametrize("loss", [POLICY, PolicyLoss(AlgorithmConfig(score_centering=True)), HeadLogProbs()])
 def test_nothing_on_masked_rows_has_an_influence(loss) -> None:
     clean, dirty = make_case(3), make_case(3)
     off = ~dirty.batch.action_mask
@@ -230,7 +231,7 @@ def test_heads_that_cannot_be_the_samplers_name_their_token(name: str, row: int,
         policy_loss(**{**good, name: damaged})
 
 
-@pytest.mark.parametrize("loss", [PolicyLoss(AlgorithmConfig(score_centering=True)), LogProbs(head=True)])
+@pytest.mark.parametrize("loss", [PolicyLoss(AlgorithmConfig(score_centering=True)), HeadLogProbs()])
 def test_ids_outside_of_the_vocabulary_name_their_trajectory(loss) -> None:
     for name, value in (("tokens", 37), ("tokens", -1), ("head_ids", 37), ("head_ids", -2)):
         case = make_case(4)

@@ -12,9 +12,8 @@ import torch
 
 from rlframe import AlgorithmConfig, ConfigError, PolicyLoss
 from rlframe.losses.custom import checked_loss
-from rlframe.losses.registry import POLICY_LOSSES, make_policy_loss
+from rlframe.losses.registry import POLICY_LOSSES, make_policy_loss, unused_settings
 from tests.support.loss_cases import dense_logprobs, gradient, make_case, sampled
-from trainer.settings.unused import unused
 
 MINE = '''
 from dataclasses import dataclass
@@ -112,8 +111,8 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula(name: str, trains_head
         ("Wrong", r"returns slope 1\.3 where the derivative of its loss is -1\.3|slope .* where the derivative"),
         ("WrongByDifferences", "slope .* where the derivative of its loss"),
         ("Summed", r"a loss of shape \(\) for 6 tokens; it must be \(6,\)"),
-        ("Mixed", "gives a token another loss with other tokens present than alone"),
-        ("MixedTrajectories", "gives a trajectory another loss with other tokens present"),
+        ("Mixed", "gives a token another loss beside others than alone"),
+        ("MixedTrajectories", "gives a trajectory another loss beside others"),
         ("Constant", "does not depend on the trainer's log-probabilities"),
         ("Infinite", "not finite"),
         ("Crashing", "failed on a trial with six tokens: KeyError: 'no such key'"),
@@ -176,12 +175,7 @@ def test_dro_takes_its_strength_from_loss_args() -> None:
     assert asdict(loss) == {"beta": 0.5}  # type: ignore[call-overload]
 
 
-def test_clip_settings_that_a_loss_does_not_read_are_named_as_without_effect() -> None:
-    from trainer.settings.config import Config
-
-    def without_effect(loss: str) -> set[str]:
-        return {key[15:] for key in unused(Config(algorithm=AlgorithmConfig(policy_loss=loss))) if "clip_" in key[:20]}
-
-    assert without_effect("ppo_clip") == set()
-    assert without_effect("dis") == without_effect("gspo") == {"dual"}
-    assert without_effect("reinforce") == without_effect("dro") == {"low", "high", "dual"}
+def test_settings_that_only_other_losses_read_are_named_as_without_effect() -> None:
+    assert unused_settings("ppo_clip") == []
+    assert unused_settings("dis") == unused_settings("gspo") == ["clip_dual"]
+    assert unused_settings("reinforce") == unused_settings("dro") == ["clip_low", "clip_high", "clip_dual"]

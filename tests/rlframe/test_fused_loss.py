@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlframe import AlgorithmConfig, LMHead, LogProbs, LossInputs, PolicyLoss, policy_loss
+from rlframe import AlgorithmConfig, LMHead, LossInputs, PolicyLoss, policy_loss
 from rlframe.losses import projection
+from tests.support.head_logprobs import HeadLogProbs
 from tests.support.loss_cases import Case, dense_logprobs, gradient, make_case, sampled
 
 REINFORCE = AlgorithmConfig()
@@ -165,7 +166,7 @@ def test_without_a_graph_nothing_is_differentiated() -> None:
 
 def test_logprobs_gives_entropy_and_the_head_of_every_action_token(rows_per_chunk) -> None:
     case = make_case(temperature=0.6)
-    out = LogProbs(0.6, head=True)(case.inputs())
+    out = HeadLogProbs(0.6)(case.inputs())
     full, rows = dense_logprobs(case).detach(), case.rows()
     heads = torch.from_numpy(case.batch.head_ids).long()[rows]
     torch.testing.assert_close(out.per_token["head_logprobs"][rows].double(), full.gather(1, heads), rtol=1e-6, atol=1e-6)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rlframe import AlgorithmConfig, Batch, LMHead, LogProbs, Loss, LossInputs, Metrics, PolicyLoss, ValueLoss, ValuePrediction
+from rlframe import AlgorithmConfig, Batch, LMHead, Loss, LossInputs, Metrics, PolicyLoss, ValueLoss, ValuePrediction
+from tests.support.head_logprobs import HeadLogProbs
 from tests.support.loss_cases import Case, make_case
 
 LENGTHS = (9, 2, 14, 5, 1, 8)
@@ -53,7 +54,7 @@ LOSSES: dict[str, Loss] = {
     "value": ValueLoss(),
     "clipped_value": ValueLoss(clip_range=0.2),
     "value_prediction": ValuePrediction(),
-    "logprobs": LogProbs(head=True),
+    "logprobs": HeadLogProbs(),
 }
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlframe import AlgorithmConfig, Batch, LogProbs, PolicyLoss, Trajectory, policy_loss
+from rlframe import AlgorithmConfig, Batch, PolicyLoss, Trajectory, policy_loss
+from tests.support.head_logprobs import HeadLogProbs
 from tests.support.loss_cases import gradient, make_case
 
 V, K, FLOOR = 40, 10, 1e-6
@@ -125,7 +126,7 @@ def test_constant_reward_gives_no_drift(rule: str) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_on_policy_it_is_the_plain_loss_to_the_bit(rule: str, temperature: float) -> None:
     case = make_case(7, temperature=temperature, dtype=torch.float32)
-    on_policy = LogProbs(temperature, head=True)(case.inputs())
+    on_policy = HeadLogProbs(temperature)(case.inputs())
     case.batch.logprobs = on_policy.per_token["logprobs"].numpy()
     case.batch.head_logprobs = on_policy.per_token["head_logprobs"].numpy()
     plain = PolicyLoss(RULES[rule][0], temperature)(case.inputs())

@@ -252,7 +252,7 @@ def test_a_batch_that_does_not_fit_is_refused_before_the_pass(session: Session) 
     batch.head_logprobs = np.full((batch.num_tokens, 2), -1, np.float32)
     batch.head_ids[row, 1] = 61
     with pytest.raises(ValueError, match=rf"token {row - batch.offsets[-2]}: head_ids has 61, but the vocabulary has 61"):
-        session.forward(batch, LogProbs(head=True), 1000)
+        session.forward(batch, LogProbs(), 1000)
     batch = make_batch()
     batch.offsets[1:3] = batch.offsets[2:0:-1]
     with pytest.raises(ValueError, match="offsets go down from 14 to 9"):

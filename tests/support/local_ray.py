@@ -43,6 +43,7 @@ class Ref:
 
     def __init__(self, parcel: asyncio.Future[Parcel]) -> None:
         self._parcel = parcel
+        parcel.add_done_callback(lambda done: done.cancelled() or done.exception())  # Ray tells nobody who does not ask
 
     def __await__(self):
         return self._get().__await__()

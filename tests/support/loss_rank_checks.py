@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from rlframe import AlgorithmConfig, LMHead, LogProbs, LossInputs, LossOutputs, PolicyLoss
+from rlframe import AlgorithmConfig, LMHead, LossInputs, LossOutputs, PolicyLoss
+from tests.support.head_logprobs import HeadLogProbs
 from tests.support.loss_cases import Case, make_case
 
 ALGORITHMS = (
@@ -45,9 +46,9 @@ def vocabulary_parallel(mesh: DeviceMesh) -> None:
             for name, value in whole.metrics.compute().items():
                 torch.testing.assert_close(out.metrics.compute()[name], value, rtol=1e-9, atol=1e-12)
     case = make_case(2)
-    want = LogProbs(1.0, head=True)(LossInputs(case.hidden, case.batch, LMHead(case.weight))).per_token
+    want = HeadLogProbs(1.0)(LossInputs(case.hidden, case.batch, LMHead(case.weight))).per_token
     head = LMHead(case.weight[mine], vocab_start=mine.start, group=group)
-    got = LogProbs(1.0, head=True)(LossInputs(case.hidden, case.batch, head)).per_token
+    got = HeadLogProbs(1.0)(LossInputs(case.hidden, case.batch, head)).per_token
     for name, column in want.items():
         torch.testing.assert_close(got[name], column)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rlframe.config import ConfigError
 from rlframe.sessions import Session
 from tests.support.session_cases import EXPERTS, Policy, Value, load, make_batch, same, spec, state
 from tests.support.session_rank_checks import step
@@ -54,4 +56,23 @@ def every_writer_is_read(mesh: DeviceMesh, models: dict[str, str], tmp: Path) ->
                 same(_held(session), load_file(tmp / f"{name}-by-{writers}.safetensors"))
 
 
-PLAN = [(check.__name__, size, check) for check in (every_kind_is_written, every_writer_is_read) for size in (1, 2, 4)]
+def files_that_fail_on_one_rank_fail_on_all(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
+    """Rank 0 alone writes exports and alone misses a file here; afterwards the session goes on."""
+    batch = make_batch()
+    backbone = load(models["untied"], mesh)
+    session = backbone.create_session("a", spec())
+    blocked = tmp / f"a-file-{mesh.size()}-{backbone.ranks.rank}"
+    blocked.write_text("not a directory")
+    expected = OSError if backbone.ranks.rank == 0 else RuntimeError
+    for merged in (True, False):
+        with pytest.raises(expected):
+            session.export(str(blocked / "export"), merged=merged)
+    folder = tmp / f"one-rank-misses-{mesh.size()}"
+    session.save(str(folder))
+    with pytest.raises(ConfigError if backbone.ranks.rank == 0 else RuntimeError):
+        session.load(str(folder if backbone.ranks.rank else blocked))
+    assert step(session, batch, Policy())["grad_norm"] > 0
+
+
+CHECKS = (every_kind_is_written, every_writer_is_read, files_that_fail_on_one_rank_fail_on_all)
+PLAN = [(check.__name__, size, check) for check in CHECKS for size in (1, 2, 4)]

@@ -355,9 +355,8 @@ def bfloat16_sessions_keep_float32_masters(mesh: DeviceMesh, models: dict[str, s
         session.forward(shard(batch, backbone), Policy(), TOKENS)
         session.spec.optim.lr = 0.02
         step(session, batch, Policy())
-        parts: list = [None] * mesh.size()
-        logprobs = session.forward(shard(batch, backbone), Policy(), TOKENS).per_token["logprobs"]
-        dist.all_gather_object(parts, logprobs, group=backbone.ranks.group)
+        parts, after = [None] * mesh.size(), session.forward(shard(batch, backbone), Policy(), TOKENS).per_token
+        dist.all_gather_object(parts, after["logprobs"], group=backbone.ranks.group)
         reference = dense_reference(models["untied"], session, batch, value=False)
         if reference is not None:  # a copy that the pass before the step had left would be far off
             assert (torch.cat(parts).double() - reference[1]).abs().mean() < 0.03
@@ -426,24 +425,6 @@ def samplers_get_what_the_checksum_says(mesh: DeviceMesh, models: dict[str, str]
             same(load_file(folder / "model.safetensors"), everything)
 
 
-def files_that_fail_on_one_rank_fail_on_all(mesh: DeviceMesh, models: dict[str, str], tmp: Path) -> None:
-    """Rank 0 alone writes exports and alone misses a file here; afterwards the session continues."""
-    batch = make_batch()
-    backbone = load(models["untied"], mesh)
-    session = backbone.create_session("a", spec())
-    blocked = tmp / f"a-file-{mesh.size()}-{backbone.ranks.rank}"
-    blocked.write_text("not a directory")
-    expected = OSError if backbone.ranks.rank == 0 else RuntimeError
-    for merged in (True, False):
-        with pytest.raises(expected):
-            session.export(str(blocked / "export"), merged=merged)
-    folder = tmp / f"one-rank-misses-{mesh.size()}"
-    session.save(str(folder))
-    with pytest.raises(ConfigError if backbone.ranks.rank == 0 else RuntimeError):
-        session.load(str(folder if backbone.ranks.rank else blocked))
-    assert step(session, batch, Policy())["grad_norm"] > 0
-
-
 CHECKS = [
     gradients_equal_dense_float64,
     full_weight_gradients_equal_dense_float64,
@@ -461,13 +442,9 @@ CHECKS = [
     bfloat16_sessions_keep_float32_masters,
     no_rank_reads_more_than_its_rows,
     samplers_get_what_the_checksum_says,
-    files_that_fail_on_one_rank_fail_on_all,
+    another_number_of_ranks_resumes_bit_for_bit,
 ]
 PLAN = [
     ("state_written_by_two_ranks", 2, state_written_by_two_ranks),
     *((check.__name__, size, check) for size in (1, 2, 4) for check in CHECKS),
-    *(
-        (another_number_of_ranks_resumes_bit_for_bit.__name__, size, another_number_of_ranks_resumes_bit_for_bit)
-        for size in (1, 2, 4)
-    ),
 ]

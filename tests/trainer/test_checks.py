@@ -107,6 +107,14 @@ CENTRED = {"algorithm__score_centering": True}
         ({"task__reward_timeout_s": 0.0}, ["task.reward_timeout_s=0.0"]),
         ({"task__reward_memory_mb": 3}, ["task.reward_memory_mb=3"]),
         ({"cluster__device": "cuda"}, ["cluster.device=cuda", "actor.gpus=0"]),
+        (
+            {"model__attn_implementation": "flash_attention_2", "model__dtype": "bfloat16"},
+            ["model.attn_implementation=flash_attention_2", "actor.gpus=0", "set actor.gpus=1"],
+        ),
+        (
+            {"model__attn_implementation": "flash_attention_2", "model__dtype": "float32", "actor__gpus": 1.0},
+            ["model.attn_implementation=flash_attention_2", "model.dtype=float32", "model.dtype=bfloat16"],
+        ),
         ({"cluster__device": "cpu", "actor__gpus": 1.0}, ["cluster.device=cpu", "actor.gpus=1"]),
         (
             {"rollout__engine": "torch", "rollout__tensor_parallel_size": 2},

@@ -43,8 +43,8 @@ def composed(name: str) -> Config:
     return compose([f"algorithm={name}"])
 
 
-def test_the_presets_are_the_promised_ones():
-    assert set(presets()) == {*VERL, *OURS}
+def test_no_promised_preset_is_missing():
+    assert {*VERL, *OURS} <= set(presets())
 
 
 @pytest.mark.parametrize("name", VERL)

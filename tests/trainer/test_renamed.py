@@ -1,12 +1,16 @@
 """What an older version wrote is read as what it is called now, with one sentence that says what to write."""
 
+import shutil
+
 import pytest
 import yaml
 
 from rlframe.config import AlgorithmConfig, ConfigError
 from trainer.run.config_changes import changes
+from trainer.settings import compose as compose_module
 from trainer.settings import renamed
 from trainer.settings.compose import compose, load_yaml, resumed, to_yaml
+from trainer.settings.presets import configs_dir
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +87,25 @@ def test_the_config_of_an_older_run_has_the_same_band(text, tmp_path, capsys):
 
 def test_the_library_reads_the_old_form_too():
     assert AlgorithmConfig(rollout_is_threshold="0.5_5.0") == AlgorithmConfig(rollout_is_threshold=[0.5, 5.0])
+
+
+@pytest.fixture
+def group_file(tmp_path, monkeypatch):
+    """A copy of the groups, and a preset of the user's own among them, which the test writes."""
+    shutil.copytree(configs_dir(), tmp_path / "configs")
+    monkeypatch.setattr(compose_module, "configs_dir", lambda: tmp_path / "configs")
+    return tmp_path / "configs" / "algorithm" / "mine.yaml"
+
+
+def test_a_preset_with_an_unquoted_band_is_refused(group_file):
+    group_file.write_text("rollout_is: token\nrollout_is_threshold: '0.5_5'\n")
+    assert compose(["algorithm=mine"]).algorithm.rollout_is_threshold == [0.5, 5.0]
+    group_file.write_text("rollout_is: token\nrollout_is_threshold: 0.5_5  # a band\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml has rollout_is_threshold: 0\.5_5, .*; write .*: \[0\.5, 5\]\.$"):
+        compose(["algorithm=mine"])
+
+
+def test_a_preset_with_an_old_name_is_told_the_new_one(group_file):
+    group_file.write_text("temp: 0.5\n")
+    with pytest.raises(ConfigError, match=r"^algorithm\.temp is called rollout\.temperature now; write that\.$"):
+        compose(["algorithm=mine"])

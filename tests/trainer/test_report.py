@@ -198,30 +198,7 @@ def test_in_a_browser(runs, tmp_path):
         tab.run(CHOOSE.format("#axis", "step"))
         assert tab.run(paths) == 2
 
-        # Tokens are text, whatever they say; a token's numbers appear under the mouse.
-        pieces = tab.run("[...document.querySelectorAll('.tokens .sampled')].map((e) => e.textContent)")
-        assert pieces[:7] == NASTY[:7] and pieces[7:10] == ["\\u2028", "\\u001b[31m", "↵\n"] and pieces[10:] == NASTY[10:]
-        assert tab.run("[...document.querySelectorAll('.tokens .given')].map((e) => e.textContent)") == GIVEN
-        tab.hover(".tokens .sampled", 5)
-        tip = tab.run("[...document.querySelectorAll('#tip tr')].map((r) => [...r.cells].map((c) => c.textContent))")
-        assert dict(tip) == {
-            "token id": "107",
-            "advantage": "-0.125",
-            "ratio, trainer / sampler": "1.5",
-            "value": "0.3125",
-            "return": "0",
-            "log-prob of the sampler": "-1.5",
-            "log-prob of the trainer": f"{-1.5 + math.log(1.5):.4g}",
-            "entropy": "0.75",
-            "policy version": "19",
-            "reward": "0",
-        }
-        background = "getComputedStyle(document.querySelectorAll('.tokens .sampled')[0]).backgroundColor"
-        by_advantage = tab.run(background)
-        tab.run(CHOOSE.format('[aria-label="Colour by"]', "value"))
-        assert tab.run(background) != by_advantage
-        tab.run("document.querySelectorAll('.list button')[1].click()")
-        assert "reward 1," in tab.run("document.querySelector('.viewer .note').textContent")
+        tokens_are_text(tab)
 
         # Settings that differ are listed, and everything can be read in light and dark.
         assert tab.run("document.querySelector('#settings table').innerText").split() == [
@@ -234,6 +211,33 @@ def test_in_a_browser(runs, tmp_path):
 
         assert tab.run("window.owned === undefined")
         assert tab.problems == [] and tab.requests == [output.as_uri()]
+
+
+def tokens_are_text(tab):
+    """Whatever tokens say, they are text; a token's numbers appear under the mouse."""
+    pieces = tab.run("[...document.querySelectorAll('.tokens .sampled')].map((e) => e.textContent)")
+    assert pieces[:7] == NASTY[:7] and pieces[7:10] == ["\\u2028", "\\u001b[31m", "↵\n"] and pieces[10:] == NASTY[10:]
+    assert tab.run("[...document.querySelectorAll('.tokens .given')].map((e) => e.textContent)") == GIVEN
+    tab.hover(".tokens .sampled", 5)
+    tip = tab.run("[...document.querySelectorAll('#tip tr')].map((r) => [...r.cells].map((c) => c.textContent))")
+    assert dict(tip) == {
+        "token id": "107",
+        "advantage": "-0.125",
+        "ratio, trainer / sampler": "1.5",
+        "value": "0.3125",
+        "return": "0",
+        "log-prob of the sampler": "-1.5",
+        "log-prob of the trainer": f"{-1.5 + math.log(1.5):.4g}",
+        "entropy": "0.75",
+        "policy version": "19",
+        "reward": "0",
+    }
+    background = "getComputedStyle(document.querySelectorAll('.tokens .sampled')[0]).backgroundColor"
+    by_advantage = tab.run(background)
+    tab.run(CHOOSE.format('[aria-label="Colour by"]', "value"))
+    assert tab.run(background) != by_advantage
+    tab.run("document.querySelectorAll('.list button')[1].click()")
+    assert "reward 1," in tab.run("document.querySelector('.viewer .note').textContent")
 
 
 CHOOSE = "(() => {{ const s = document.querySelector('{}'); s.value = '{}'; s.dispatchEvent(new Event('change')); }})()"

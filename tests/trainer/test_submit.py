@@ -9,7 +9,7 @@ import yaml
 from rlframe.config import ConfigError
 from trainer.cli import main
 from trainer.cluster.submit import Cluster, resuming, training
-from trainer.settings.compose import to_yaml
+from trainer.settings.compose import compose, to_yaml
 from trainer.settings.config import Config
 from trainer.settings.redact import is_secret
 
@@ -30,6 +30,20 @@ def test_a_job_may_take_minutes_to_save_when_it_is_stopped_and_takes_no_secret_f
     assert job.runtime_env["working_dir"] == "/some/folder"
     assert {".env*", ".netrc", "*.pem", ".git", "runs"} <= set(job.runtime_env["excludes"])
     assert "working_dir" not in training([RUN], None, []).runtime_env
+
+
+OWN = ["algorithm.policy_loss=no_such:Loss", "algorithm.advantage=no_such:A", "rollout.engine=no_such:E", "task.name=no_such:F"]
+
+
+@pytest.mark.parametrize("given", OWN)
+def test_a_module_that_only_the_cluster_has_is_not_asked_for_here(given, tmp_path):
+    assert training([RUN, given], None, []).command == ("rlframe", "train", RUN, given)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(compose([f"run_dir={run}"])))
+    assert resuming(str(run), [given], None, []).command == ("rlframe", "resume", str(run), given)
+    with pytest.raises(ConfigError, match="steps=0 is out of range"):
+        training([RUN, given, "steps=0"], None, [])
 
 
 def test_nothing_of_the_local_environment_is_sent(monkeypatch, capsys):

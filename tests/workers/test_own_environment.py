@@ -67,7 +67,7 @@ def test_two_steps_train_on_it_and_log_its_numbers(guess, tmp_path):
     steps = local_run.run(tmp_path / "run", *settings, "eval.size=null")
     trained = [step for step in steps if "reward/mean" in step]
     assert len(trained) == 2 and all(1 <= step["reward_extra/guesses/mean"] <= 3 for step in trained)
-    assert any(f"eval/{guess}/reward_extra/guesses/mean" in step for step in steps)
+    assert any("eval/guess/reward_extra/guesses/mean" in step for step in steps)
 
 
 def test_what_is_no_environment_is_refused_and_says_what_it_lacks():

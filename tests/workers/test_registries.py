@@ -94,12 +94,12 @@ def test_the_memory_estimate_has_the_cache_that_the_engine_reserves(tmp_path):
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("vlm", "rollout.engine=vlm is not known; choose one of vllm, sglang, torch, or module:ENGINE of your own"),
+        ("vlm", "rollout.engine=vlm is not known; choose one of .*torch.*, or module:ENGINE of your own"),
         (
             "no_such_module:ENGINE",
-            "rollout.engine=no_such_module:ENGINE cannot be imported: ModuleNotFoundError: No module named",
+            "rollout.engine=no_such_module:ENGINE cannot be imported: ModuleNotFoundError: No module",
         ),
-        (f"{HERE}:nothing", "has no 'nothing'"),
+        (f"{HERE}:nothing", "names nothing: .*test_registries.py has no 'nothing'"),
         (f"{HERE}:Narrow", "must be an object of a class derived from workers.engines.spec.EngineSpec"),
     ],
 )

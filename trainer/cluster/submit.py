@@ -1,7 +1,8 @@
 """Jobs on a running cluster, through Ray's Job API: sending one, following it, asking about it, stopping it.
 
 The cluster runs `rlframe train` or `rlframe resume` on its head, with a copy of the working directory. The configuration is
-checked here, before anything is sent. Ray keeps what is sent (command, environment variables, metadata) in plain text and
+checked here, before anything is sent; modules that it names are not imported, since only the cluster or the working directory
+may have them, and are checked there. Ray keeps what is sent (command, environment variables, metadata) in plain text and
 shows it to everyone who reaches the dashboard, so nothing that looks like a secret is sent: secrets belong in the environment
 of ``ray start`` (or of the pod), which the job inherits, or into a file such as ``~/.netrc`` there.
 """
@@ -79,7 +80,7 @@ def training(overrides: Sequence[str], working_dir: str | None, env: Sequence[st
         ConfigError: a setting is refused, the run directory would be lost, or something looks like a secret.
     """
     _refuse_shadowing(working_dir)
-    config = compose(overrides)
+    config = compose(overrides, elsewhere=True)
     _refuse_secrets(dataclasses.asdict(config))
     _check_run_dir(config.run_dir)
     return Job(("rlframe", "train", *overrides), working_dir, _variables(env), config.name)
@@ -99,7 +100,7 @@ def resuming(run: str, overrides: Sequence[str], working_dir: str | None, env: S
 def _resumed(run: Path, overrides: Sequence[str]) -> Config:
     """The configuration of the run, if its directory is visible here too; if not, the defaults with the overrides."""
     if (run / "config.yaml").exists():
-        return resumed(run, overrides)
+        return resumed(run, overrides, elsewhere=True)
     with tempfile.TemporaryDirectory() as folder:
         defaults = Path(folder) / "config.yaml"
         defaults.write_text(to_yaml(Config()), "utf-8")

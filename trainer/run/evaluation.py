@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainer.run.failures import RunFailed
 from trainer.watch.step_metrics import eval_metrics
+from workers.environments.registry import ENVIRONMENTS
 from workers.rollout.worker import Evaluation
 from workers.supervised import WorkerLost
 
@@ -34,7 +35,7 @@ async def evaluate(run: Controller) -> dict[str, float]:
 
 
 def _measure(run: Controller, evaluation: Evaluation) -> dict[str, float]:
-    failed, limit, task = len(evaluation.faults), run.config.eval.max_failed, run.config.task.name
+    failed, limit = len(evaluation.faults), run.config.eval.max_failed
     for prompt, fault in evaluation.faults:
         run.tracker.note(f"a held-out episode failed ({fault.kind}, prompt {prompt!r}): {fault.reason}")
         if fault.fatal:
@@ -46,4 +47,7 @@ def _measure(run: Controller, evaluation: Evaluation) -> dict[str, float]:
             f"{failed} of {len(run.eval_prompts)} held-out episodes failed, more than eval.max_failed={limit:g} of them, the "
             f"first ({fault.kind}, prompt {prompt!r}) because: {fault.reason.rstrip('.')}."
         )
-    return eval_metrics(evaluation.batch, task) | {f"eval/{task}/failed": share}
+    name = run.config.task.name
+    if name not in ENVIRONMENTS:  # an import path; the environment has a name
+        name = run.eval_prompts[0].env
+    return eval_metrics(evaluation.batch, name) | {f"eval/{name}/failed": share}

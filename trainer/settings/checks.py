@@ -7,6 +7,9 @@ Checks look at the resolved `Config` only, so they hold for the command line, fo
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+from typing import Any
+
 from rlframe.advantages import check_advantage, make_estimator
 from rlframe.config.model import check_model
 from rlframe.config.validate import check_fields, refuse
@@ -41,6 +44,18 @@ def check(config: Config) -> None:
         check_fields(getattr(config, key), key)
     for pair in (_steps, _groups, _segments, _time_limits, _score_centering, _weight_sync, _devices, check_engine):
         pair(config)
+
+
+def check_ranges(config: Any, key: str = "") -> None:
+    """Refuse a setting that is out of range: what can be said where modules of the user's own are not at hand.
+
+    Raises:
+        ConfigError: one sentence that names the setting and says what to change.
+    """
+    check_fields(config, key)
+    for field in fields(config):
+        if is_dataclass(section := getattr(config, field.name)):
+            check_ranges(section, f"{key}.{field.name}".lstrip("."))
 
 
 def _steps(config: Config) -> None:

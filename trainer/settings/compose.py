@@ -23,12 +23,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from rlframe.config import ConfigError
-from trainer.settings.checks import check
+from trainer.settings.checks import check, check_ranges
 from trainer.settings.config import Config
 from trainer.settings.overrides import Given, example, inside_dictionary, parse, settings, unknown, wanted_type
 from trainer.settings.presets import configs_dir
 from trainer.settings.redact import hidden_names, without_secrets
-from trainer.settings.renamed import REMOVED, name_bands, rename
+from trainer.settings.renamed import REMOVED, RENAMED, name_bands, refuse_torn_bands, rename
 from trainer.settings.unused import unused
 
 
@@ -38,10 +38,14 @@ def options() -> dict[str, list[str]]:
     return {group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups}
 
 
-def compose(overrides: Sequence[str] = ()) -> Config:
+def compose(overrides: Sequence[str] = (), elsewhere: bool = False) -> Config:
     """The resolved and checked job that ``overrides`` (e.g. ``algorithm=sao actor.optim.lr=1e-5``) describe.
 
     ``model.path=FOLDER`` without a choice of ``model`` means ``model=local``.
+
+    Args:
+        overrides: settings and choices.
+        elsewhere: the job runs on another machine, which alone may have the modules that it names (see `_check`).
 
     Raises:
         ConfigError: an unknown key, group or option; a value of the wrong type; a combination that is not defined; a
@@ -53,6 +57,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     if "model.path" in chosen and "model" not in chosen:
         given.insert(0, parse("model=local", groups))
     _register_schema()
+    refuse_torn_bands(configs_dir())
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(configs_dir()), job_name="rlframe"):
             composed = hydra_compose("config", overrides=[one.line for one in given if one.line])
@@ -62,13 +67,25 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(_explain(error, given)) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"A file under {configs_dir()} is not YAML: {' '.join(str(error).split())}.") from None
-    check(config)
-    _refuse_unused(config, chosen)
+    _check(config, chosen, elsewhere)
     return config
 
 
-def resumed(run: str | Path, overrides: Sequence[str]) -> Config:
-    """The checked job of the run in ``run``, with ``overrides`` of single settings.
+def _check(config: Config, given: Iterable[str], elsewhere: bool) -> None:
+    """Refuse what makes no sense. A job for elsewhere that names a module is not imported: only ranges are looked at here."""
+    if elsewhere and any(":" in name for name in _imported(config)):
+        return check_ranges(config)
+    check(config)
+    _refuse_unused(config, given)
+
+
+def _imported(config: Config) -> tuple[str, ...]:
+    """What `check` imports where it is ``module:name``."""
+    return config.rollout.engine, config.algorithm.policy_loss, config.algorithm.advantage
+
+
+def resumed(run: str | Path, overrides: Sequence[str], elsewhere: bool = False) -> Config:
+    """The checked job of the run in ``run``, with ``overrides`` of single settings; ``elsewhere`` as in `compose`.
 
     Raises:
         ConfigError: as `compose` and `load_yaml`; or a secret of the run, which its ``config.yaml`` does not keep, is not
@@ -79,8 +96,7 @@ def resumed(run: str | Path, overrides: Sequence[str]) -> Config:
         raise ConfigError("run_dir has no effect on a resumed run; move its folder and give the new path.")
     config = load_yaml(Path(run) / "config.yaml", overrides)
     config.run_dir = str(run)
-    check(config)
-    _refuse_unused(config, given)
+    _check(config, given, elsewhere)
     for key in hidden_names(dataclasses.asdict(config)):
         raise ConfigError(f"{key} holds a secret, which {run}/config.yaml does not keep; give it again, as {key}=...")
     return config
@@ -241,6 +257,9 @@ def _explain_value(error: OmegaConfBaseException, given: dict[str, Any] | None) 
         return f"A value refers to something that is not a setting: {str(error).splitlines()[0]}."
     wanted = wanted_type(key)
     if wanted is None:
+        for old, new in RENAMED.items():
+            if key == old or key.startswith(f"{old}."):
+                return f"{key} is called {new + key.removeprefix(old)} now; write that."
         return unknown(key, "a setting", key, settings(), "")
     return f"{key}{value}, but it must be {wanted}." if value else f"{key} must be {wanted} ({str(error).splitlines()[0]})."
 

@@ -6,7 +6,9 @@ An entry of `RENAMED` stays for one version. Values: `rlframe.config.algorithm.b
 from __future__ import annotations
 
 import functools
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -59,6 +61,20 @@ def name_bands(composed: Any) -> None:
         if isinstance(bounds := band(value), list) and isinstance(value, str):
             wanted = f"{key}=[{bounds[0]:g},{bounds[1]:g}]"
             warn(f"{key}={value} is read as a band; write {wanted}, since the next version does not know the old form.")
+
+
+def refuse_torn_bands(folder: Path) -> None:
+    """Refuse a band in its old form without quotes in a file of a group, which reaches us as one number.
+
+    Raises:
+        ConfigError: one sentence that names the file and says what to write.
+    """
+    names = "|".join(key.rpartition(".")[2] for key in BANDS)
+    for path in sorted(folder.glob("*/*.yaml")):
+        for name, low, high in re.findall(rf"^\s*({names}):\s*([\d.]+)_([\d.]+)\s*(?:#.*)?$", path.read_text("utf-8"), re.M):
+            raise ConfigError(
+                f"{path} has {name}: {low}_{high}, which YAML reads as one number; write {name}: [{low}, {high}]."
+            )
 
 
 @functools.cache

@@ -13,15 +13,14 @@ from workers.environments.task_checks import unused_by_task
 
 def unused(config: Config) -> dict[str, str]:
     """Settings (or sections) without effect in this job -> the reason, to complete "... has no effect"."""
-    from rlframe.losses.registry import settings_of  # needs torch
+    from rlframe.losses import registry as losses  # needs torch
 
     a, estimator = config.algorithm, make_estimator(config.algorithm)
-    advantage = f"with algorithm.advantage={a.advantage}"
-    clips = {"clip_low", "clip_high", "clip_dual"}.difference(settings_of(a.policy_loss))
+    advantage, loss = f"with algorithm.advantage={a.advantage}", f"with algorithm.policy_loss={a.policy_loss}"
     rules: list[tuple[bool, str, Collection[str]]] = [
         (not estimator.needs_critic, f"{advantage}, which has no critic", ("critic",)),
         (True, advantage, [f"algorithm.{name}" for name in unused_settings(estimator)]),
-        (True, f"with algorithm.policy_loss={a.policy_loss}", [f"algorithm.{key}" for key in clips]),
+        (True, loss, [f"algorithm.{name}" for name in losses.unused_settings(a.policy_loss)]),
         (a.rollout_is is None, "with algorithm.rollout_is=null", ("algorithm.rollout_is_threshold",)),
         (a.lambda_policy != "adaptive", "with a fixed algorithm.lambda_policy", ("algorithm.lambda_alpha",)),
         *unused_by_task(config.task),

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.advantages import total_rewards
 from rlframe.config import ConfigError
 from rlframe.types import Batch
-from trainer.watch.step_metrics import episode_rewards, extra_numbers
+from trainer.watch.step_metrics import extra_numbers
 from trainer.watch.step_names import is_step_name, step_of
 from workers.environments.base import FAILURE
 
@@ -37,7 +38,7 @@ class Sample:
 
 def choose(batch: Batch, count: int) -> Batch:
     """At most ``count`` trajectories from the worst to the best reward, evenly spaced in that order, without heads."""
-    order = np.argsort(episode_rewards(batch), kind="stable")
+    order = np.argsort(total_rewards(batch), kind="stable")
     which = order[np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64)]
     return batch.with_columns(head_ids=batch.head_ids[:, :0], head_logprobs=batch.head_logprobs[:, :0]).select(which)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rlframe.advantages import total_rewards
 from rlframe.types import FINISHES, Batch
 from workers.environments.base import EXTRAS, FAILURE
 
@@ -20,7 +21,7 @@ MAX_EXTRAS = 32
 
 def episode_rewards(batch: Batch) -> np.ndarray:
     """float64[B], total reward of every trajectory's episode, as far as it has come."""
-    return np.add.reduceat(batch.rewards.astype(np.float64), batch.offsets[:-1]) + batch.reward_before
+    return total_rewards(batch) + batch.reward_before
 
 
 def response_lengths(batch: Batch) -> np.ndarray:
@@ -122,7 +123,7 @@ def staleness_metrics(batch: Batch, version: int) -> dict[str, float]:
 def eval_metrics(batch: Batch, task: str) -> dict[str, float]:
     """``eval/<task>/*`` of a held-out batch: rewards, lengths, and what `rollout_metrics` has of the environment."""
     return {
-        f"eval/{task}/reward": float(episode_rewards(batch).mean()),
+        f"eval/{task}/reward": float(total_rewards(batch).mean()),
         f"eval/{task}/response_length": float(response_lengths(batch).mean()),
         **_environment_metrics(batch, f"eval/{task}/reward_failed", f"eval/{task}/reward_extra"),
     }

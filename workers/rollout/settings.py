@@ -17,7 +17,7 @@ class RolloutConfig:
     """The samplers."""
 
     engine: str = "vllm"
-    """``vllm``, ``sglang`` or ``torch``; or ``module:ENGINE`` of your own."""
+    """Name of the engine, such as vllm or torch (docs/engines.md has all); or ``module:ENGINE`` of your own."""
     workers: int = field(default=1, metadata=at_least(1))
     """Rollout workers, each one Ray actor that owns one engine."""
     temperature: float = 1.0

@@ -17,7 +17,7 @@ from rlframe.losses.sequences import Sequences
 class GSPO:
     """L = -min(s A, clip(s, lower, upper) A) on every token, with s = exp(mean of log r over the trajectory's action tokens).
 
-    Written as the paper's GSPO-token (equations 13 to 15): token t has the ratio sg[s] p_t / sg[p_t], so its slope is -s A_t.
+    Written as the paper's GSPO-token (equations 13 and 14): token t has the ratio sg[s] p_t / sg[p_t], so its slope is -s A_t.
     With one advantage for the trajectory that is the derivative of n L, n its number of action tokens. The paper divides by n;
     here token sums are divided by the number of all action tokens, so a trajectory counts n over the mean length.
     """
