@@ -3,20 +3,21 @@
     python -m benchmarks.staleness             # the cases of docs/concepts.md: a few minutes
     python -m benchmarks.staleness --sizes     # 64 to 1024 prompts, bounds of 1 to 8
 
-Rollouts take 60 s on average: fixed, lognormal (sigma 0.8), or heavy (Pareto with exponent 1.5, cut at 20 times the shortest). A
-step of training takes a fixed time, give or take 5 %. Engines can end so many batches while one is trained on ("sampling"), in one
-of two ways:
+Rollouts take 60 s on average: fixed, lognormal (sigma 0.8), or heavy (Pareto with exponent 1.5, cut at 20 times the shortest).
+A step of training takes a fixed time, give or take 5 %. Engines can end so many batches while one is trained on ("sampling"),
+in one of two ways:
 
 - queue: so many rollouts run at once, each as fast as alone; the others wait in order;
 - shared: all run at once, and where they are more than that, each is slower by as much.
 
 Printed are, over the last two thirds of each run and the mean of the seeds:
 
-- longest: seconds of the longest of a batch's rollouts alone, over those of a step of training. In strict order a batch waits for it;
+- longest: seconds of the longest of a batch's rollouts alone, over those of a step of training; in strict order a batch waits
+  for it;
 - full: seconds a step and mean versions from start to training (`off_policy/mean`) with `admission=full`;
 - fresh: the same with `admission=fresh`, seconds as a ratio to full's; `begin` is that ratio for the first `BEGIN` steps;
-- lengths: mean and 90 % quantile of the times of trained rollouts over those of the admitted ones, fresh. Below 1: short answers
-  are favoured.
+- lengths: mean and 90 % quantile of the times of trained rollouts over those of the admitted ones, fresh; below 1, short
+  answers would be favoured.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from statistics import fmean as mean
 from trainer.run.admission import Admission
 from trainer.run.buffer import Buffer
 
-STEPS, BEGIN, SEEDS, MEAN_S, SIGMA, EXPONENT, CUT = 150, 20, 3, 60.0, 0.8, 1.5, 20.0
+STEPS, BEGIN, SEEDS, MEAN_S, SIGMA, EXPONENT, CUT = 150, 20, 2, 60.0, 0.8, 1.5, 20.0
 
 
 @dataclass(frozen=True)

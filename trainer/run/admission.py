@@ -2,8 +2,8 @@
 
 Why. A prompt is trained on after all that was admitted before it. With N slots in use and P prompts a step that is N / P - 1
 versions after its admission, whether its rollouts took long or not: where sampling is faster than training, a full buffer
-(N = (s + 1) P - w, see `trainer.run.buffer`) makes every rollout as stale as the bound allows, and most of that time it lies
-there finished. Slots become free when new weights are served, so a smaller N admits the same prompts later, under newer weights.
+(N = (s + 1) P - w, see `trainer.run.buffer`) makes every rollout as stale as the bound allows, and most of that time it waits
+finished. Slots become free when new weights are served, so a smaller N admits the same prompts later, under newer weights.
 
 How small. N = 2 P is the least with which sampling and training overlap: one batch is trained on while the next is sampled, one
 version of staleness. Less would make the learner wait in every step. More is needed when a batch's longest rollout takes longer
@@ -17,13 +17,13 @@ The rule. After each batch, N grows by P (W / T - c), within [2 P, capacity].
    rare enough is taken, a frequent one is not. One wait counts as a step of training at most, so that a worker's restart does
    not fill the buffer.
  - Where rollouts are the bottleneck the learner waits again and again, so N grows to the capacity within a few steps: the speed
-   of a full buffer, and its staleness.
+   of a full buffer, and its staleness. N may be up to P above the capacity, which allows nothing more but remembers waits for
+   1 / c steps; otherwise each wait at the capacity would be forgotten, and N would fall and cost the next one.
  - When for `STREAK` batches in a row another whole batch was ready behind the one that was taken, P prompts fewer are tried.
 
 Limits. N never exceeds the capacity, so the bound on staleness holds as it is proved; N >= P, so a whole batch can always be
-admitted and `Buffer.take` ends. With ``max_staleness`` 0 or 1 the capacity is at most
-2 P, and the rule changes nothing. Order is
-that of admission, whatever N is: lengths decide nothing. Nothing of this is in a checkpoint: a resumed run measures again.
+admitted and `Buffer.take` ends. With ``max_staleness`` 0 or 1 the capacity is at most 2 P, and the rule changes nothing. Order
+is that of admission, whatever N is: lengths decide nothing. Nothing of this is in a checkpoint: a resumed run measures again.
 
 Example:
     >>> admission = Admission(prompts_per_step=10, capacity=50)
@@ -54,6 +54,7 @@ class Admission:
         self.prompts_per_step, self.capacity = prompts_per_step, capacity
         self._least = capacity if full else min(2 * prompts_per_step, capacity)
         self._slots = float(self._least)
+        """N; above the capacity it is only remembered."""
         self._took: float | None = None
         """When the batch before was taken."""
         self._ahead = 0
@@ -62,7 +63,7 @@ class Admission:
     @property
     def limit(self) -> int:
         """Slots that may be in use now."""
-        return int(self._slots)
+        return min(int(self._slots), self.capacity)
 
     def took(self, asked: float, now: float, ready: int) -> int:
         """The learner took a batch; returns the new `limit`.
@@ -77,9 +78,9 @@ class Admission:
             return self.limit
         prompts = self.prompts_per_step
         late = min((now - asked) / (asked - before), 1.0)
-        change = prompts * (late - self.PRICE)
+        self._slots = min(self._slots + prompts * (late - self.PRICE), self.capacity + prompts)
         self._ahead = self._ahead + 1 if ready >= 2 * prompts else 0
         if self._ahead == self.STREAK:
-            self._ahead, change = 0, -float(prompts)
-        self._slots = min(max(self._slots + change, self._least), self.capacity)
+            self._ahead, self._slots = 0, self.limit - float(prompts)
+        self._slots = max(self._slots, self._least)
         return self.limit

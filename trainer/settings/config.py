@@ -38,8 +38,8 @@ class Config:
     they are taken from the prompts in flight, so that ``max_staleness`` holds. Short answers then train first, and fresher than
     long ones. 0: strict order of admission."""
     admission: str = field(default="fresh", metadata=choice(("fresh", "full")))
-    """When prompts are admitted. fresh: as late as keeps the learner from waiting, so that rollouts are less stale where sampling
-    is faster than training; full: as soon as ``max_staleness`` allows."""
+    """When prompts are admitted. fresh: as late as keeps the learner from waiting, so that rollouts are less stale where
+    sampling is faster than training; full: as soon as ``max_staleness`` allows."""
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
