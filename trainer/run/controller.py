@@ -21,9 +21,9 @@ watch     consumes what every loop says it waits for; ends the run with a dump w
           for ``cluster.watchdog_s``.
 
 ``max_staleness`` is the buffer's capacity and nothing else (the bound is proved in `trainer.run.buffer`), of which
-`trainer.run.admission` uses less where that costs no time; 0 is the synchronous case of the same code. A fault in `collect` ends
-the run once the update in work has ended, so that what was learned can be saved (`trainer.run.attempts`); what each kind of
-fault does is in `trainer.run.faults`. No formula, no engine and no file format lives here; `trainer.run.lost_workers` brings
+`trainer.run.admission` uses less where that costs no time; 0 is the synchronous case of the same code. A fault in `collect`
+ends the run once the update in work has ended, so that what was learned can be saved (`trainer.run.attempts`); what each kind
+of fault does is in `trainer.run.faults`. No formula, no engine and no file format lives here; `trainer.run.lost_workers` brings
 lost workers back.
 """
 

@@ -130,8 +130,8 @@ class Lateness:
         late = f"for {self.STEPS} steps all were trained on max_staleness={self._bound} versions late."
         if config.admission == "fresh":
             self.advice = (
-                f"Rollouts wait for the longest of their batch: {late} reorder_window={room // 2} (at most {room}) lets training "
-                "pass so many and keeps as many fewer in flight, which can cost speed; or lower max_staleness."
+                f"Rollouts wait for the longest of their batch: {late} reorder_window={room // 2} (at most {room}) lets "
+                "training pass so many and keeps as many fewer in flight, which can cost speed; or lower max_staleness."
             )
         else:
             self.advice = f"Rollouts wait: {late} admission=fresh keeps fewer in flight and trains on fresher ones."
