@@ -42,7 +42,7 @@ def main() -> None:
     for prompts in SIZES:
         spent = asyncio.run(seconds_a_step(prompts))
         slots = prompts * (STALENESS + 1)
-        print(f"{prompts:6d} prompts  {slots:7d} slots  {spent:.4f} s a step  {1e6 * spent / prompts:5.1f} us a finished rollout")
+        print(f"{prompts:6d} prompts  {slots:7d} slots  {spent:.4f} s a step  {1e6 * spent / prompts:5.1f} us a rollout")
 
 
 if __name__ == "__main__":
