@@ -1,4 +1,4 @@
-"""CPU seconds that the buffer takes for a step, and how they grow with its prompts.
+"""CPU time that the buffer takes for a step and for a finished rollout, and how it grows with its prompts.
 
     python -m benchmarks.buffer
 
@@ -13,7 +13,8 @@ import time
 
 from trainer.run.buffer import Buffer
 
-SIZES = (256, 512, 1024, 2048)
+SIZES = (256, 512, 1024, 2048, 20_000)
+"""The last one makes 100,000 slots."""
 STEPS = 5
 STALENESS = 4
 
@@ -38,12 +39,10 @@ async def seconds_a_step(prompts: int) -> float:
 
 def main() -> None:
     """Print a row a size."""
-    before = None
     for prompts in SIZES:
         spent = asyncio.run(seconds_a_step(prompts))
-        growth = f"   x{spent / before:.2f} for twice the prompts" if before else ""
-        print(f"{prompts:5d} prompts  {spent:.4f} s a step{growth}")
-        before = spent
+        slots = prompts * (STALENESS + 1)
+        print(f"{prompts:6d} prompts  {slots:7d} slots  {spent:.4f} s a step  {1e6 * spent / prompts:5.1f} us a rollout")
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def test_a_run_resumes_with_a_smaller_buffer_inside_the_smaller_bound(tmp_path):
     """What does not fit is sampled again, also by an attempt after that; each prompt is trained on once, or still held."""
     common = ["checkpoint.every=1", "log.rollouts_every=1", "log.rollouts_count=8"]
     smaller = ["max_staleness=1", "batch_size=4", "reorder_window=2"]
-    run(tmp_path, *common, "max_staleness=3", "steps=2")
+    run(tmp_path, *common, "max_staleness=3", "admission=full", "steps=2")
     states = [last_state(tmp_path)]
     for steps in (3, 9):
         rows = run(tmp_path, *common, *smaller, f"steps={steps}", resume=True)

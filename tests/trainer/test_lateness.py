@@ -14,13 +14,18 @@ def words(overrides, *means):
 def test_it_is_said_once_after_ten_steps_in_a_row():
     steps, advice = words(["max_staleness=4", "batch_size=256"], *[4.0] * 9, 3.9, *[4.0] * 40)
     assert steps == [19]
-    assert "max_staleness=4 versions late" in advice and "reorder_window=512 (at most 1024)" in advice
+    assert "longest" in advice and "max_staleness=4 versions late" in advice and "reorder_window=512 (at most 1024)" in advice
+
+
+def test_a_full_buffer_is_told_of_fresh_admission():
+    steps, advice = words(["max_staleness=2", "admission=full"], *[2.0] * 40)
+    assert steps == [9] and "max_staleness=2 versions late" in advice and "admission=fresh" in advice
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [["max_staleness=0"], ["max_staleness=2", "batch_size=16", "reorder_window=32"]],
-    ids=["synchronous", "no room"],
+    [["max_staleness=0"], ["max_staleness=1"], ["max_staleness=2", "batch_size=16", "reorder_window=32"]],
+    ids=["synchronous", "one version is what overlap needs", "no room"],
 )
 def test_it_is_not_said_where_nothing_can_be_changed(overrides):
     assert words(overrides, *[2.0] * 40)[0] == []

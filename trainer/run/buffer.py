@@ -24,7 +24,10 @@ that is already superseded.
 Pieces. What is left of an episode that was cut is admitted like a prompt (`workers.rollout.group.Continuation`): nothing of it
 is sampled while it waits for a slot, the tokens that it trains on are sampled under the version served at its admission or a
 later one, and the tokens before them are context there, which the bound is not about. It holds no slot while it waits, and the
-slots that are held finish without it, so nobody waits for ever.
+slots that are held finish without it, so nobody waits forever.
+
+Fewer slots. ``limit`` may keep admission below B (`trainer.run.admission` decides how far): a prompt that is admitted later has
+fewer slots before it and starts under the same version or a newer one, so the bound holds.
 
 Other settings. A resumed run may have another P, s or w, and what the checkpoint holds was admitted under the old ones. Nothing
 overtakes a finished slot, so the one in place n (from 0) trains in batch n // P + 1 from now or before: n // P versions after
@@ -93,6 +96,7 @@ class Buffer(Generic[P, R]):
             raise ValueError(f"A window of {window} prompts leaves no room for a batch of {prompts_per_step}.")
         self.prompts_per_step, self.max_staleness, self.window = prompts_per_step, max_staleness, window
         self.capacity = (max_staleness + 1) * prompts_per_step - window
+        self._limit = self.capacity
         self.dropped = 0
         self._slots: OrderedDict[int, Slot[P, R]] = OrderedDict()
         self._issued: OrderedDict[int, None] = OrderedDict()
@@ -113,8 +117,23 @@ class Buffer(Generic[P, R]):
 
     @property
     def free(self) -> int:
-        """Prompts that can be admitted now."""
-        return self.capacity - len(self._slots)
+        """Prompts that may be admitted now; below 0 where more slots are in use than ``limit``."""
+        return self._limit - len(self._slots)
+
+    @property
+    def limit(self) -> int:
+        """Slots that may be in use before admission waits, at most ``capacity``."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, slots: int) -> None:
+        self._limit = min(slots, self.capacity)
+        self._changed.set()
+
+    @property
+    def ready(self) -> int:
+        """Finished slots that can be taken now."""
+        return len(self._ready)
 
     def slots(self, *states: State) -> list[Slot[P, R]]:
         """The slots in any of ``states``, oldest first."""
@@ -128,8 +147,8 @@ class Buffer(Generic[P, R]):
         await self._wait_for(lambda: self.free >= count)
 
     def put(self, prompt: P) -> int:
-        """Take a free slot for ``prompt``; returns its number. Raises RuntimeError when none is free."""
-        if self.free < 1:
+        """Take a slot for ``prompt``, whatever ``limit`` is; returns its number. Raises RuntimeError when all are in use."""
+        if self.occupied >= self.capacity:
             raise RuntimeError("The buffer has no free slot.")
         number, self._next = self._next, self._next + 1
         self._slots[number] = Slot(number, prompt)
@@ -149,7 +168,7 @@ class Buffer(Generic[P, R]):
         """
         rest: list[P] = []
         for prompt, result in held:
-            if self.free < 1:
+            if self.occupied >= self.capacity:
                 rest.append(prompt)
                 continue
             place = self.put(prompt)

@@ -11,7 +11,7 @@
     LearnerGroup: values -> compute_advantages -> update_critic x K -> update_actor -> weight_update(version)
 
 issue     consumes free slots; produces prompts in flight, and before them the rest of episodes that were cut; waits for a
-          free slot; unblocked by `buffer.release`, `buffer.drop`.
+          free slot; unblocked by `buffer.release`, `buffer.drop` and a higher `buffer.limit` (`trainer.run.admission`).
 collect   one per worker; consumes ended episodes; produces finished slots; waits for the worker; unblocked by an episode's end.
           When the worker is lost: re-issues its prompts, starts it again, and lets prompts go to it when it serves the current
           weights; waits for the learner to be between two policies.
@@ -20,15 +20,17 @@ learn     consumes the oldest batch of finished slots; produces policy versions 
 watch     consumes what every loop says it waits for; ends the run with a dump when what `learn` waits for makes no progress
           for ``cluster.watchdog_s``.
 
-``max_staleness`` is the buffer's capacity and nothing else (the bound is proved in `trainer.run.buffer`); 0 is the synchronous
-case of the same code. A fault in `collect` ends the run once the update in work has ended, so that what was learned can be
-saved (`trainer.run.attempts`); what each kind of fault does is in `trainer.run.faults`. No formula, no engine and no file
-format lives here; `trainer.run.lost_workers` brings lost workers back.
+``max_staleness`` is the buffer's capacity and nothing else (the bound is proved in `trainer.run.buffer`), of which
+`trainer.run.admission` uses less where that costs no time; 0 is the synchronous case of the same code. A fault in `collect`
+ends the run once the update in work has ended, so that what was learned can be saved (`trainer.run.attempts`); what each kind
+of fault does is in `trainer.run.faults`. No formula, no engine and no file format lives here; `trainer.run.lost_workers` brings
+lost workers back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ from typing import cast
 from rlframe.advantages import compute_advantages, make_estimator
 from rlframe.types import Batch, Prompt
 from trainer.run import lost_workers, recovery
+from trainer.run.admission import Admission
 from trainer.run.buffer import Buffer, State
 from trainer.run.checkpoints import Checkpoints
 from trainer.run.evaluation import evaluate
@@ -83,6 +86,8 @@ class Controller:
         self.buffer: Buffer[Prompt | Continuation, Batch] = Buffer(
             prompts_per_step, config.max_staleness, config.reorder_window
         )
+        self.admission = Admission(prompts_per_step, self.buffer.capacity, full=config.admission == "full")
+        self.buffer.limit = self.admission.limit
         self.faults = Faults(self.buffer.capacity, config.algorithm.rollouts_per_prompt, self.tracker.note)
         self.estimator = make_estimator(config.algorithm)
         self.estimator_before = deepcopy(self.estimator.state_dict())
@@ -121,7 +126,7 @@ class Controller:
         self.buffer.close()
 
     async def issue(self) -> None:
-        """Admit prompts as slots become free."""
+        """Admit prompts as slots become free, as many as `admission` lets be in use."""
         restored = self.buffer.slots(State.ISSUED)
         if restored:
             await self.submit([cast(Prompt, slot.prompt) for slot in restored], [slot.number for slot in restored])
@@ -197,10 +202,12 @@ class Controller:
 
         # 1. the oldest batch of rollouts
         self.waits("learn", "the oldest batch of rollouts", self.rollouts.state, self.rollouts.progress)
+        asked, ready = time.monotonic(), self.buffer.ready
         with timers("wait_for_batch"):
             slots = await self.buffer.take()
         if not slots:
             return False
+        self.buffer.limit = self.admission.took(asked, time.monotonic(), ready)
         self.step, self.phase, self.estimator_before = self.step + 1, Phase.TAKEN, deepcopy(self.estimator.state_dict())
         actor_rests = critic and self.step <= self.config.critic.warmup_steps
         batch = Batch.concat([slot.result for slot in slots if slot.result is not None])
@@ -337,6 +344,7 @@ class Controller:
         return {
             **{f"fault/{name}": float(count) for name, count in self.faults.counts.items()},
             "off_policy/in_flight": float(self.buffer.occupied),
+            "off_policy/in_flight_limit": float(self.buffer.limit),
             "off_policy/dropped": float(self.buffer.dropped),
             "data/epoch": self.stream.epoch,
             "version": float(self.version),

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field
 
 from rlframe.config import AlgorithmConfig, ModelConfig
-from rlframe.config.validate import at_least, rule
+from rlframe.config.validate import at_least, choice, rule
 from rlframe.seeding import SEEDS
 from trainer.settings.sections import CheckpointConfig, ClusterConfig, EvalConfig, LogConfig, ServerConfig
 from workers.environments.settings import TaskConfig
@@ -37,6 +37,9 @@ class Config:
     """Prompts by which training may run ahead of the oldest unfinished rollout, so that a slow one does not hold up the batch;
     they are taken from the prompts in flight, so that ``max_staleness`` holds. Short answers then train first, and fresher than
     long ones. 0: strict order of admission."""
+    admission: str = field(default="fresh", metadata=choice(("fresh", "full")))
+    """When prompts are admitted. fresh: as late as keeps the learner from waiting, so that rollouts are less stale where
+    sampling is faster than training; full: as soon as ``max_staleness`` allows."""
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -232,6 +232,12 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("off_policy/max", "the same, largest; never above `max_staleness`"),
         Metric("off_policy/in_flight", "slots of the buffer in use: prompts being sampled and rollouts waiting"),
         Metric(
+            "off_policy/in_flight_limit",
+            "slots of the buffer that `admission` lets be in use",
+            "As large as the buffer with `admission=fresh`: sampling is the bottleneck, or the longest rollouts take more than "
+            "one step of training.",
+        ),
+        Metric(
             "off_policy/dropped",
             "prompts that gave no trajectory, since the run began",
             "Grows: see `logs/controller.log` for the reasons.",

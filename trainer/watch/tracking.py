@@ -114,7 +114,11 @@ class Tracker:
 
 
 class Lateness:
-    """Whether rollouts are trained on as late as ``max_staleness`` allows, step after step; then they could be fresher."""
+    """Whether rollouts are trained on as late as ``max_staleness`` allows, step after step; then they could be fresher.
+
+    With ``admission=fresh`` they only are where the longest hold up their batches. One version is what overlap needs, so with
+    ``max_staleness=1`` there is nothing to say.
+    """
 
     STEPS = 10
     """In a row, before a word is said."""
@@ -123,15 +127,18 @@ class Lateness:
         self._bound, self._steps = config.max_staleness, 0
         room = config.max_staleness * config.batch_size // config.algorithm.rollouts_per_prompt
         self._room = room - config.reorder_window
-        self.advice = (
-            f"Rollouts wait: for {self.STEPS} steps all were trained on max_staleness={self._bound} versions late. "
-            f"reorder_window={room // 2} (at most {room}) keeps that many fewer in flight and trains on fresher "
-            "ones, which can cost speed; or lower max_staleness."
-        )
+        late = f"for {self.STEPS} steps all were trained on max_staleness={self._bound} versions late."
+        if config.admission == "fresh":
+            self.advice = (
+                f"Rollouts wait for the longest of their batch: {late} reorder_window={room // 2} (at most {room}) lets "
+                "training pass so many and keeps as many fewer in flight, which can cost speed; or lower max_staleness."
+            )
+        else:
+            self.advice = f"Rollouts wait: {late} admission=fresh keeps fewer in flight and trains on fresher ones."
 
     def at_bound(self, metrics: dict[str, float]) -> bool:
         """Whether ``metrics`` are of the step at which to say so: once in a run."""
-        if not self._bound or self._room <= 0 or self._steps >= self.STEPS:
+        if self._bound < 2 or self._room <= 0 or self._steps >= self.STEPS:
             return False
         self._steps = self._steps + 1 if metrics.get("off_policy/mean", 0.0) >= self._bound else 0
         return self._steps == self.STEPS
