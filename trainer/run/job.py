@@ -90,18 +90,18 @@ def train(config: Config) -> Path:
     run_dir = new_run_dir(config.run_dir)
     interruptible()
     resolve_model(config.model)  # a wrong path is refused without waiting for Ray
-    with workers_ahead(config, run_dir) as ahead, contextlib.ExitStack() as held:
+    with workers_ahead(config, run_dir) as ahead:
         inputs = read_inputs(config)
         checkpoints = Checkpoints(run_dir, config.checkpoint)
-        held.enter_context(occupied(run_dir))
-        try:
-            replace(run_dir / "config.yaml", to_yaml(config))
-            attempts.repeat(config, checkpoints, None, partial(attempt, config, inputs, run_dir, ahead))
-        except BaseException:
-            if not (has_steps(run_dir) or any(checkpoints.root.iterdir())):  # nothing was made that a resume could continue
-                for path in (run_dir / "config.yaml", id_file(run_dir)):
-                    path.unlink(missing_ok=True)
-            raise
+        with occupied(run_dir):
+            try:
+                replace(run_dir / "config.yaml", to_yaml(config))
+                attempts.repeat(config, checkpoints, None, partial(attempt, config, inputs, run_dir, ahead))
+            except BaseException:
+                if not (has_steps(run_dir) or any(checkpoints.root.iterdir())):  # nothing that a resume could continue
+                    for path in (run_dir / "config.yaml", id_file(run_dir)):
+                        path.unlink(missing_ok=True)
+                raise
     return run_dir
 
 
