@@ -139,8 +139,8 @@ class BreaksAtStart(Arithmetic):
             raise MemoryError("the accelerator is full,\nas it was yesterday")
 
 
-class HangsInTheDriver(Arithmetic):
-    """Never comes to an end where the driver reads the problems, or is refused once ``task.options.until``, a file, is there."""
+class WaitsInTheDriver(Arithmetic):
+    """Waits in the driver for the file ``task.options.until``, and is refused then."""
 
     def __init__(self, task, tokenizer, *, seed, eval_size):
         while not Path(task.options["until"]).exists():

@@ -135,7 +135,7 @@ def test_a_signal_ends_a_run_whose_engines_start(tmp_path):
 @contextmanager
 def driver_whose_actors_wait(run_dir, until):
     """A driver that reads its problems, which takes until the file ``until`` is there; its learner's process runs already."""
-    options = ("task.name=tests.support.faults:HangsInTheDriver", f"task.options.until={until}")
+    options = ("task.name=tests.support.faults:WaitsInTheDriver", f"task.options.until={until}")
     with driver(run_dir, *options) as process:
         wait_for(lambda: named(descendants(process.pid), "ray::LearnerRank") or process.poll() is not None)
         yield process, descendants(process.pid)
