@@ -84,7 +84,8 @@ def _fault(loss: Any, level: str, centering: WeightRule | None) -> str | None:
                 losses = part if isinstance(part, Tensor) else part.loss
                 if not torch.allclose(losses, terms.loss[rows], rtol=1e-9):
                     return (
-                        f"gives a {'trajectory' if level == 'sequence' else 'token'} another loss with other tokens present than alone, "
+                        f"gives a {'trajectory' if level == 'sequence' else 'token'} "
+                        "another loss with other tokens present than alone, "
                         "so results would depend on how a batch is cut; leave out what mixes them, such as means and extremes"
                     )
     except Exception as error:  # whatever the user's code does

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from rlframe import AlgorithmConfig, ConfigError, LoraConfig, ModelConfig, OptimConfig
-from rlframe.config.algorithm import check_advantage, check_algorithm, parse_threshold
+from rlframe.advantages.registry import check_advantage
+from rlframe.config.algorithm import parse_threshold
 from rlframe.config.lora import check_lora
 from rlframe.config.model import check_model
 from rlframe.config.optim import check_optim
 from rlframe.config.validate import above, at_least, between, check_fields, choice
+from rlframe.losses.checks import check_algorithm
 
 
 @pytest.mark.parametrize(

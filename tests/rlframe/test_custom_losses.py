@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rlframe import AlgorithmConfig, ConfigError, PolicyLoss
-from rlframe.config.unused import unused
 from rlframe.losses.custom import checked_loss
 from rlframe.losses.registry import POLICY_LOSSES, make_policy_loss
 from tests.support.loss_cases import dense_logprobs, gradient, make_case, sampled
+from trainer.settings.unused import unused
 
 MINE = '''
 from dataclasses import dataclass
@@ -177,7 +177,7 @@ def test_dro_takes_its_strength_from_loss_args() -> None:
 
 
 def test_clip_settings_that_a_loss_does_not_read_are_named_as_without_effect() -> None:
-    from rlframe.config import Config
+    from trainer.settings.config import Config
 
     def without_effect(loss: str) -> set[str]:
         return {key[15:] for key in unused(Config(algorithm=AlgorithmConfig(policy_loss=loss))) if "clip_" in key[:20]}

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlframe.config import AlgorithmConfig, Config, ConfigError
+from rlframe.config import AlgorithmConfig, ConfigError
+from trainer.settings.config import Config
 from workers.learner.actor import Actor
 from workers.learner.rank import LearnerRank
 

@@ -6,8 +6,8 @@ and the tokens that come before the next turn. Nothing here knows an engine, Ray
 `workers.rollout.episode` checks what an episode answers. An unusable answer costs this rollout alone, which is left out and
 counted as a fault; the run continues until too many in a row fail (`trainer.run.faults`):
 
-- a reward that is not a finite float32: as ``task.on_reward_failure`` says (``raise`` ends the run, ``drop`` is fault ``reward``,
-  ``zero`` counts 0); one that is no number at all is fault ``environment``;
+- a reward that is not a finite float32: as ``task.on_reward_failure`` says (``raise`` ends the run, ``drop`` is fault
+  ``reward``, ``zero`` counts 0); one that is no number at all is fault ``environment``;
 - an observation that is not token ids: fault ``environment``; token ids outside of the model's vocabulary, or more of them than
   ``rollout.max_model_len`` has room for: ``rejected``, or, for the room, the end of the episode with finish ``length``;
 - `RewardError`: fault ``reward``; `FatalRewardError`: the run ends; any other exception: fault ``environment``.
