@@ -41,7 +41,7 @@ from rlframe.losses.checks import check_algorithm
         ),
         (
             lambda: check_advantage(AlgorithmConfig(advantage="mean")),
-            "algorithm.advantage=mean is not known; choose one of gae, running_mean, group, none.",
+            "algorithm.advantage=mean is not known; choose one of gae, running_mean, group, none, or module:Class of your own.",
         ),
     ],
 )
