@@ -326,7 +326,9 @@ def test_the_import_has_a_limit_of_its_own_that_the_sentence_names(task):
 
 
 def test_a_module_that_writes_into_the_connection_is_refused_in_one_sentence(task):
-    with pytest.raises(ConfigError, match=r"chatty_reward:f: importing it failed: its process sent what is not the answer"):
+    with pytest.raises(
+        ConfigError, match=r"chatty_reward:f: importing it failed: its process sent something other than the answer"
+    ):
         check_reward(replace(task, reward="chatty_reward:f"))
 
 

@@ -77,7 +77,7 @@ def test_the_model_s_files_name_ends_of_sequences(tmp_path, files, expected):
     ("item", "sentence"),
     [
         ("</answer>", r"task\.stop has '</answer>', which is 9 tokens of this tokenizer"),
-        ("é", r"task\.stop has 'é', which is not a token"),
+        ("é", r"task\.stop has 'é', which is no token"),
         (10**6, r"task\.stop has 1000000, but the tokenizer has the tokens 0 to 98"),
     ],
 )
