@@ -16,7 +16,7 @@ class _Record:
 
     whole = False
 
-    head_ids = None
+    head_ids: Tensor | None = None
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
