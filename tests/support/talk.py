@@ -16,6 +16,10 @@ class Talk(Arithmetic):
     max_turns = 3
     FAILS = 11
 
+    def __init__(self, task, tokenizer, *, seed, eval_size):
+        super().__init__(task, tokenizer, seed=seed, eval_size=eval_size)
+        self.stop_token_ids = ()  # every turn uses up its budget
+
     def episode(self, prompt):
         return TalkEpisode(prompt.index)
 
