@@ -30,6 +30,12 @@ class Server(Protocol):
     max_rank: int
 
 
+class Log(Protocol):
+    """Whether events are recorded."""
+
+    events: bool
+
+
 class Config(Protocol):
     """The sections and settings of a job that workers read."""
 
@@ -48,6 +54,10 @@ class Config(Protocol):
     @property
     def eval(self) -> Eval:
         """Held-out evaluation."""
+
+    @property
+    def log(self) -> Log:
+        """What a user watches."""
 
     @property
     def server(self) -> Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import threading
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 
 from rlframe.config import ConfigError
+from tests.support.local_run import run
 from trainer.cli.main import main
-from trainer.watch.events import Event, EventLog, read_events
+from trainer.watch.events import EventLog, read_events
+from trainer.watch.loop_lag import EVERY_S, LoopLag
 from trainer.watch.timeline import busy_fractions, trace
+from workers.events import Event
 
 
 def test_events_of_several_threads_are_whole_lines(tmp_path) -> None:
@@ -53,7 +57,7 @@ def test_a_resumed_run_appends_and_a_torn_line_is_left_out(tmp_path) -> None:
     path = tmp_path / "events.jsonl"
     for i in range(2):
         log = EventLog(path)
-        log.add(Event("learner", "values", i, i + 1))
+        log.add(Event("learner", "values", i, i + 1, {}))
         log.close()
     with path.open("a") as file:
         file.write('{"row": "learner", "wh')
@@ -64,7 +68,7 @@ def test_the_file_does_not_grow_beyond_its_limit_and_says_so(tmp_path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path, limit_mb=0.01)
     for i in range(1000):
-        log.add(Event("learner", "values", i, i + 1))
+        log.add(Event("learner", "values", i, i + 1, {}))
     log.close()
     assert 0.01 * 2**20 <= path.stat().st_size < 0.011 * 2**20
     assert list(read_events(path))[-1].what == "the log of events is full"
@@ -73,11 +77,11 @@ def test_the_file_does_not_grow_beyond_its_limit_and_says_so(tmp_path) -> None:
 def test_things_at_once_lie_on_lanes_that_never_overlap() -> None:
     generator = np.random.default_rng(0)
     begins = generator.uniform(0, 10, 200)
-    events = [Event("rollout/0", "episode", b, b + d) for b, d in zip(begins, generator.exponential(1, 200), strict=True)]
+    events = [Event("rollout/0", "episode", b, b + d, {}) for b, d in zip(begins, generator.exponential(1, 200), strict=True)]
     events += [
-        Event("rollout/10", "episode", 0.0, 1.0),
-        Event("rollout/2", "episode", 0.0, 1.0),
-        Event("learner", "values", 1.0, 2.0),
+        Event("rollout/10", "episode", 0.0, 1.0, {}),
+        Event("rollout/2", "episode", 0.0, 1.0, {}),
+        Event("learner", "values", 1.0, 2.0, {}),
     ]
     written = trace(events)
     spans = [e for e in written if e["ph"] == "X"]
@@ -98,8 +102,8 @@ def test_things_at_once_lie_on_lanes_that_never_overlap() -> None:
 def test_shares_of_time_are_those_of_a_fine_grid() -> None:
     generator = np.random.default_rng(1)
     begins = generator.uniform(0, 10, 60)
-    events = [Event("rollout/0", "episode", b, b + d) for b, d in zip(begins, generator.exponential(0.05, 60), strict=True)]
-    events.append(Event("learner", "values", 0.0, 10.5))
+    events = [Event("rollout/0", "episode", b, b + d, {}) for b, d in zip(begins, generator.exponential(0.05, 60), strict=True)]
+    events.append(Event("learner", "values", 0.0, 10.5, {}))
     edges, shares = busy_fractions(events, 7)
     grid = np.linspace(edges[0], edges[-1], 70001)[:-1] + (edges[-1] - edges[0]) / 140000
     busy = np.any([(e.begin <= grid) & (grid < e.end) for e in events[:-1]], axis=0)
@@ -122,3 +126,39 @@ def test_a_run_without_events_is_a_sentence(tmp_path) -> None:
         from trainer.watch.timeline import write_timeline
 
         write_timeline(tmp_path, tmp_path / "out.json")
+
+
+def test_a_blocked_loop_is_late() -> None:
+    async def main() -> tuple[dict[str, float], dict[str, float]]:
+        lag = LoopLag()
+        task = asyncio.create_task(lag.watch())
+        await asyncio.sleep(0)
+        time.sleep(EVERY_S + 0.3)
+        await asyncio.sleep(EVERY_S)
+        task.cancel()
+        return lag.metrics(), lag.metrics()
+
+    late, nothing = asyncio.run(main())
+    assert late["controller/loop_lag_max"] >= 0.3 > late["controller/loop_lag_mean"] / 2 and nothing == {}
+
+
+@pytest.mark.slow
+def test_a_run_records_every_episode_phase_and_sync(tmp_path) -> None:
+    rows = run(tmp_path, "steps=3", "rollout.workers=2")
+    events = list(read_events(tmp_path / "events.jsonl"))
+    assert all(event.end >= event.begin for event in events)
+    episodes = [event for event in events if event.what == "episode"]
+    slots = [event.details["slot"] for event in episodes]
+    assert len(set(slots)) == len(slots) >= 3 * 16 and {event.row for event in episodes} == {"rollout/0", "rollout/1"}
+    assert all(event.details["tokens"] >= 1 and event.details["finish"] in ("stop", "length") for event in episodes)
+    for row in rows[1:]:  # the phases of a step are its timers
+        phases = {e.what: e.end - e.begin for e in events if e.row == "learner" and e.details["step"] == row["step"]}
+        for name in ("values", "train_critic", "train_actor", "weight_sync"):
+            assert phases[name] == pytest.approx(row[f"time/{name}"], abs=0.02)
+    versions = [e.details["version"] for e in events if e.row == "engine/0"]
+    assert versions == sorted(versions) and set(versions) == {0, 1, 2, 3}
+    assert {e.row for e in events if e.row.startswith("controller/")} == {
+        f"controller/{loop}" for loop in ("learn", "issue", "collect_0", "collect_1")
+    }
+    run(tmp_path / "without", "steps=1", "log.events=false")
+    assert not (tmp_path / "without" / "events.jsonl").exists()

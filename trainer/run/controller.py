@@ -50,11 +50,13 @@ from trainer.run.recovery import Phase
 from trainer.run.served_weights import checksum_fault, probe_fault
 from trainer.run.watchdog import Watchdog
 from trainer.settings.config import Config
+from trainer.watch.loop_lag import LoopLag
 from trainer.watch.samples import Sample, choose
 from trainer.watch.step_metrics import Timers, rollout_metrics, staleness_metrics
 from trainer.watch.tracking import Tracker
 from workers.engines.protocol import SamplingParams
 from workers.engines.weights import streams
+from workers.events import Event
 from workers.faults import Fault
 from workers.learner.group import LearnerGroup
 from workers.rollout.group import Continuation, RolloutGroup
@@ -92,8 +94,10 @@ class Controller:
         self.estimator = make_estimator(config.algorithm)
         self.estimator_before = deepcopy(self.estimator.state_dict())
         """State of the advantage estimator before the batch in work."""
-        self.watchdog = Watchdog(config.cluster.watchdog_s, self.tracker.run_dir / "logs" / "stuck.txt", self.tracker.say)
-        self.waits = self.watchdog.waits
+        dump_file, events = self.tracker.run_dir / "logs" / "stuck.txt", self.tracker.events
+        on_wait = lambda loop, what: events.now(f"controller/{loop}", what)  # noqa: E731
+        self.watchdog = Watchdog(config.cluster.watchdog_s, dump_file, self.tracker.say, on_wait)
+        self.waits, self.lag = self.watchdog.waits, LoopLag()
         self.continuations: list[Continuation] = []
         """Episodes that were cut and wait for a slot."""
         self.policy = asyncio.Lock()
@@ -110,7 +114,8 @@ class Controller:
         """Train from ``self.step`` to ``config.steps``; returns early, with a checkpoint, when a stop is requested."""
         workers = range(len(self.rollouts.workers))
         async with asyncio.TaskGroup() as loops:
-            background = [loops.create_task(self.collect(i)) for i in workers] + [loops.create_task(self.watchdog.watch())]
+            background = [loops.create_task(self.collect(i)) for i in workers]
+            background += [loops.create_task(self.watchdog.watch()), loops.create_task(self.lag.watch())]
             self.waits("learn", "the rollout workers to take the first weights", self.rollouts.state)
             async with self.policy:
                 await self.sync_weights(workers)
@@ -176,6 +181,7 @@ class Controller:
                 if not batch.last.all():
                     self.continuations.append(Continuation(worker, slot, int(batch.indices[0])))
             self.faults.succeeded(collected)
+            self.tracker.events.extend(collected.events)
             for slot, faults in collected.failures:
                 self.drop(slot, faults)
             if collected.slots or collected.failures:
@@ -198,7 +204,7 @@ class Controller:
 
     async def train_step(self) -> bool:
         """One step, if there is no request to stop; every number in ``timers`` is a metric."""
-        timers, critic = Timers(), self.estimator.needs_critic
+        timers, critic = Timers(self.record_phase), self.estimator.needs_critic
 
         # 1. the oldest batch of rollouts
         self.waits("learn", "the oldest batch of rollouts", self.rollouts.state, self.rollouts.progress)
@@ -259,6 +265,11 @@ class Controller:
         metrics |= timers.compute(batch, await self.rollouts.stats()) | self.checkpoints.timings()
         self.log(metrics, sample)
         return True
+
+    def record_phase(self, name: str, begin: float, end: float) -> None:
+        """A part of a step goes into the log of events, but for the wait, in which the learner does nothing."""
+        if name != "wait_for_batch":
+            self.tracker.events.add(Event("learner", name, begin, end, {"step": self.step, "version": self.version}))
 
     def log(self, metrics: dict[str, float], sample: Sample | None = None) -> None:
         """Record the step that is done."""
@@ -348,4 +359,5 @@ class Controller:
             "off_policy/dropped": float(self.buffer.dropped),
             "data/epoch": self.stream.epoch,
             "version": float(self.version),
+            **self.lag.metrics(),
         }

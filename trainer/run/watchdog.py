@@ -54,10 +54,17 @@ class Watchdog:
         limit_s: longest time without progress of what the loop waits for, seconds.
         dump_file: where the dump goes.
         say: takes a line for the console.
+        on_wait: takes a loop's name and what it waits for, whenever that changes.
     """
 
-    def __init__(self, limit_s: float, dump_file: Path, say: Callable[[str], None]) -> None:
-        self.limit_s, self.dump_file, self.say = limit_s, dump_file, say
+    def __init__(
+        self,
+        limit_s: float,
+        dump_file: Path,
+        say: Callable[[str], None],
+        on_wait: Callable[[str, str], None] = lambda loop, what: None,
+    ) -> None:
+        self.limit_s, self.dump_file, self.say, self._on_wait = limit_s, dump_file, say, on_wait
         self._waiting: dict[str, _Wait] = {}
 
     def waits(
@@ -76,6 +83,7 @@ class Watchdog:
             progress: gives another value when what is waited for has come nearer.
         """
         self._waiting[loop] = _Wait(what, because, progress)
+        self._on_wait(loop, what)
 
     async def watch(self) -> None:
         """Warn once when what ``learn`` waits for has not moved for half the limit, and fail with a dump after all of it.

@@ -93,6 +93,10 @@ class LogConfig:
     """Most MiB of all samples together; when they take more, some in the middle of the run are removed."""
     console: bool = True
     """One line a step and a progress bar."""
+    events: bool = True
+    """Write ``events.jsonl``: what every loop, worker, engine and learner phase did, and when (``rlframe timeline``)."""
+    events_mb: float = field(default=256.0, metadata=above(0))
+    """Most MiB of that file; later events are not written."""
 
 
 @dataclass

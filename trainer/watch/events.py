@@ -15,30 +15,16 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
+
+from workers.events import Event
 
 FLUSH_S = 0.5
 """Seconds between two writes."""
-
-
-class Event(NamedTuple):
-    """Something that took time."""
-
-    row: str
-    """Who did it."""
-    what: str
-    """What was done."""
-    begin: float
-    """Seconds since the epoch."""
-    end: float
-    """Seconds since the epoch."""
-    details: Mapping[str, Any] = MappingProxyType({})
-    """JSON-like: ``step``, ``slot``, ``version``, ``tokens``."""
 
 
 class EventLog:
@@ -64,6 +50,11 @@ class EventLog:
         if self._thread is not None:
             self._queue.put(event)
 
+    def extend(self, events: Iterable[Event]) -> None:
+        """Record several."""
+        for event in events:
+            self.add(event)
+
     @contextmanager
     def span(self, row: str, what: str, **details: Any) -> Iterator[dict[str, Any]]:
         """Record what happens inside; details that are known only later may be added to the dictionary that it gives."""
@@ -78,14 +69,14 @@ class EventLog:
         moment = time.time()
         before = self._open.get(row)
         if before is not None:
-            self.add(Event(row, before[0], before[1], moment))
+            self.add(Event(row, before[0], before[1], moment, {}))
         self._open[row] = (what, moment)
 
     def close(self) -> None:
         """End the spans that are open and write everything; later events are dropped."""
         for row in list(self._open):
             what, begin = self._open.pop(row)
-            self.add(Event(row, what, begin, time.time()))
+            self.add(Event(row, what, begin, time.time(), {}))
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -115,7 +106,7 @@ class EventLog:
             self._left -= len(line)
             yield line
             if self._left <= 0:
-                yield _line(Event(event.row, "the log of events is full", event.end, event.end))
+                yield _line(Event(event.row, "the log of events is full", event.end, event.end, {}))
 
 
 def _line(event: Event) -> str:

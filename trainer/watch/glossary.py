@@ -263,6 +263,17 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("time/checkpoint", "seconds that training waited for the checkpoint", "Large: raise `checkpoint.every`."),
         Metric("time/checkpoint_write", "seconds that writing the checkpoint took beside training"),
         Metric(
+            "controller/loop_lag_mean",
+            "seconds by which the controller's event loop was late, mean of a look every 0.1 s",
+            "As for `controller/loop_lag_max`.",
+        ),
+        Metric(
+            "controller/loop_lag_max",
+            "the latest that it was in the step",
+            "While it is late nothing is admitted, collected or synced. Above a second: the driver's machine is overloaded, or "
+            "putting large batches together blocks it; look at `rlframe timeline`.",
+        ),
+        Metric(
             "idle/trainer",
             "fraction of the step in which the learner waited for rollouts",
             "Near 1: as for `time/wait_for_batch`.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,20 +130,25 @@ def eval_metrics(batch: Batch, task: str) -> dict[str, float]:
 
 
 class Timers:
-    """Wall-clock seconds of the parts of one step, from its construction to `compute`."""
+    """Wall-clock seconds of the parts of one step, from its construction to `compute`.
 
-    def __init__(self) -> None:
-        self.begin = time.perf_counter()
+    Args:
+        record: takes the name of each part when it ends, and its begin and end, seconds since the epoch.
+    """
+
+    def __init__(self, record: Callable[[str, float, float], None] = lambda name, begin, end: None) -> None:
+        self.begin, self._record = time.perf_counter(), record
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time a part; parts of the same name add up."""
-        start = time.perf_counter()
+        start, begin = time.perf_counter(), time.time()
         try:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self._record(name, begin, time.time())
 
     def compute(self, batch: Batch, workers: list[dict[str, Any]]) -> dict[str, float]:
         """``time/*``, ``perf/*`` and ``idle/*``; ``workers``: `RolloutWorker.stats` since the step before."""

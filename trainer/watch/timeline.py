@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from rlframe.config import ConfigError
-from trainer.watch.events import Event, read_events
+from trainer.watch.events import read_events
+from workers.events import Event
 
 GROUPS = ("controller", "learner", "rollout", "engine")
 """First part of a row's name, in the order of the trace."""

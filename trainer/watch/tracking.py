@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trainer.settings.config import Config
 from trainer.settings.redact import redact_text
 from trainer.watch import samples
+from trainer.watch.events import EventLog
 from trainer.watch.gauges import Gauges, endpoint
 from trainer.watch.samples import Sample
 from trainer.watch.wandb_log import WandbLog, wandb_mode
@@ -36,6 +37,7 @@ class Tracker:
         samples.drop_after(run_dir / "rollouts", step)
         self.file = self.path.open("a")
         self.notes = (run_dir / "logs" / "controller.log").open("a")
+        self.events = EventLog(run_dir / "events.jsonl" if config.log.events else None, config.log.events_mb)
         self.console = Console(quiet=not config.log.console)
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -109,6 +111,7 @@ class Tracker:
             self.progress.stop()
         if self.wandb:
             self.wandb.close()
+        self.events.close()
         self.file.close()
         self.notes.close()
 

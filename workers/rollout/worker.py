@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from workers.engines.registry import engine_spec, make_engine
 from workers.environments.base import Environment
 from workers.environments.registry import make_environment
 from workers.environments.task_checks import eval_size
+from workers.events import Event
 from workers.faults import EpisodeFailed, Fault, Kind, describe
 from workers.process import find_modules_in, redirect_output, without_garbage_collection
 from workers.rollout.episode import LiveEpisode
@@ -59,6 +61,8 @@ class Collected:
     """Why the run shall end, if it shall."""
     engine_fault: Fault | None = None
     """Why the engine can serve no more, if it cannot; prompts in flight then are in neither list, and never will be."""
+    events: list[Event] = field(default_factory=list)
+    """What the worker and its engine did since the last call, with ``log.events``."""
 
     def by_slot(self) -> Iterator[tuple[int, Batch]]:
         """Each slot with its own trajectories."""
@@ -114,6 +118,8 @@ class RolloutWorker:
         self._finished: list[tuple[int, list[Trajectory], list[Fault]]] = []
         self._news = asyncio.Event()
         self._counters = dict.fromkeys(COUNTERS, 0.0)
+        self._index = index
+        self._events: list[Event] = []
         self._in_flight = 0
         self._busy_since = 0.0
         self._progress = 0
@@ -159,6 +165,7 @@ class RolloutWorker:
             progress=self._progress,
             fatal=self._fatal,
             engine_fault=self._engine_fault,
+            events=self._take_events(),
         )
 
     async def evaluate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Evaluation:
@@ -167,7 +174,7 @@ class RolloutWorker:
         Raises:
             EngineDeadError: the engine died.
         """
-        results = await asyncio.gather(*(self._advance(self._live(prompt, 0, sampling, None)) for prompt in prompts))
+        results = await asyncio.gather(*(self._advance(self._live(prompt, 0, sampling, None), None) for prompt in prompts))
         if self._engine_fault is not None:
             raise EngineDeadError(self._engine_fault.reason)
         succeeded = [result for result in results if isinstance(result, Trajectory)]
@@ -193,6 +200,7 @@ class RolloutWorker:
         if update.stream is not None:
             width = self.config.rollout.tensor_parallel_size
             update = replace(update, stream=replace(update.stream, first_rank=1 + place * width, ranks=1 + places * width))
+        begin = time.time()
         try:
             async with asyncio.timeout(self.config.rollout.timeout_s):
                 await self.engine.pause("abort" if self.config.rollout.on_update == "abort" else "keep")
@@ -202,6 +210,7 @@ class RolloutWorker:
             raise EngineDeadError(
                 f"The update to version {update.version} took longer than rollout.timeout_s={self.config.rollout.timeout_s:g}."
             ) from error
+        self._record("engine", "new weights", begin, version=update.version)
         return checksum
 
     async def probe(self, tokens: np.ndarray, k: int) -> Completion:
@@ -255,7 +264,7 @@ class RolloutWorker:
 
     async def _run(self, slot: int, episodes: list[LiveEpisode]) -> None:
         """The rollouts of one slot, to their ends or to the next cut."""
-        results = await asyncio.gather(*(self._advance(episode) for episode in episodes))
+        results = await asyncio.gather(*(self._advance(episode, slot) for episode in episodes))
         trajectories = [result for result in results if isinstance(result, Trajectory)]
         if not all(trajectory.last for trajectory in trajectories):
             [self._waiting[slot]] = episodes
@@ -263,8 +272,36 @@ class RolloutWorker:
             self._finished.append((slot, trajectories, [result for result in results if isinstance(result, Fault)]))
         self._news.set()
 
-    async def _advance(self, episode: LiveEpisode) -> Trajectory | Fault:
-        """The next piece of an episode (its trajectory, where it is not cut), or why there is none."""
+    async def _advance(self, episode: LiveEpisode, slot: int | None) -> Trajectory | Fault:
+        """The next piece of an episode (its trajectory, where it is not cut), or why there is none. An evaluation has no slot."""
+        begin = time.time()
+        result = await self._piece(episode)
+        what = "held-out episode" if slot is None else "episode"
+        if isinstance(result, Fault):
+            self._record("rollout", what, begin, slot=slot, fault=result.kind.value)
+        else:
+            versions = result.versions[result.action_mask]
+            self._record(
+                "rollout",
+                what,
+                begin,
+                slot=slot,
+                tokens=len(versions),
+                version=int(versions.min(initial=versions.max(initial=-1))),
+                turns=result.metadata.get("turns"),
+                finish=result.finish,
+            )
+        return result
+
+    def _record(self, row: str, what: str, begin: float, **details: Any) -> None:
+        if self.config.log.events:
+            self._events.append(Event(f"{row}/{self._index}", what, begin, time.time(), details))
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    async def _piece(self, episode: LiveEpisode) -> Trajectory | Fault:
         self._enter()
         limit = self.config.rollout.timeout_s
         try:
