@@ -284,7 +284,7 @@ def test_any_answer_is_a_score_or_a_failure_and_the_next_call_is_right(asked, ex
     answer = asked(expression, {} if raw is None else {"raw": list(raw)})
     if isinstance(answer, float) and raw is None:
         nan = math.nan
-        assert answer == float(_score(eval(expression, {"nan": nan, "inf": math.inf})))
+        assert answer == float(_score(eval(expression, {"nan": nan, "inf": math.inf, "nested": lambda depth: []})))
     assert asked("7", {}) == 7
 
 
