@@ -55,6 +55,15 @@ CENTRED = {"algorithm__score_centering": True}
         ({"model__dtype": "float16"}, ["model.dtype=float16 is not known", "float32, bfloat16."]),
         ({"rollout__dtype": "float8"}, ["rollout.dtype=float8 is not known", "float32, bfloat16, float16."]),
         ({"reorder_window": 300, "max_staleness": 2}, ["reorder_window=300", "256", "max_staleness=2"]),
+        ({"rollout__segment_tokens": 0}, ["rollout.segment_tokens=0 is out of range", "or null"]),
+        (
+            {"rollout__segment_tokens": 9, "algorithm__advantage": "running_mean"},
+            ["rollout.segment_tokens=9", "algorithm.advantage=running_mean", "no critic"],
+        ),
+        (
+            {"rollout__segment_tokens": 9, "algorithm__rollouts_per_prompt": 2},
+            ["rollout.segment_tokens=9", "algorithm.rollouts_per_prompt=2"],
+        ),
         ({"reorder_window": 1, "max_staleness": 0}, ["reorder_window=1", "max_staleness=0"]),
         ({"rollout__weight_channel": "nccl", "rollout__engine": "torch"}, ["weight_channel=nccl", "rollout.engine=torch"]),
         ({"rollout__weight_channel": "nccl"}, ["weight_channel=nccl", "actor.mode=lora"]),

@@ -24,11 +24,11 @@ class Recorded(RolloutWorker):
         super().__init__(*arguments)
         self.sampled = []
 
-    async def _episode(self, prompt, number, sampling):
-        self.sampled.append(prompt.index)
-        if prompt.payload.get("deadly"):
+    async def _advance(self, episode):
+        self.sampled.append(episode.prompt.index)
+        if episode.prompt.payload.get("deadly"):
             await self.engine.close()
-        return await super()._episode(prompt, number, sampling)
+        return await super()._advance(episode)
 
 
 @pytest.fixture(scope="module")
