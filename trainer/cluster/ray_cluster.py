@@ -28,6 +28,7 @@ CONNECT_S = 10.0
 """How long a head may take to accept a connection."""
 HELD_LINES = 1000
 """How much Ray's client may say before there is a file for it."""
+_held = MemoryHandler(HELD_LINES, flushLevel=logging.CRITICAL + 1)
 
 
 def start_ray(placement: Placement, log: Path | None = None, held: bool = False) -> None:
@@ -51,7 +52,7 @@ def start_ray(placement: Placement, log: Path | None = None, held: bool = False)
         "logging_level": "warning",
     }
     if held:
-        _client_says(MemoryHandler(HELD_LINES, flushLevel=logging.CRITICAL + 1))
+        _client_says(_held)
     elif log is not None:
         _client_says(_file(log))
     if address is None:
@@ -63,6 +64,8 @@ def start_ray(placement: Placement, log: Path | None = None, held: bool = False)
         os.environ.update(environment)
         RayConfig.initialize("")  # reads the environment again: a new head may want a token, by Ray's own choice
         ray.init(address=address, **common)
+        if held:
+            _client_says(_held)  # Ray forgets handlers in init
         return
     _knock(address)
     try:
@@ -99,10 +102,8 @@ def log_ray(log: Path) -> None:
     """Write what a local head and Ray's client here say to ``log``, after what `start_ray` has held of it."""
     for head in heads:
         head.log_to(log)
-    (held,) = logging.getLogger("ray").handlers
-    assert isinstance(held, MemoryHandler)
-    held.setTarget(handler := _file(log))
-    held.close()
+    _held.setTarget(handler := _file(log))
+    _held.flush()
     _client_says(handler)
 
 
