@@ -78,13 +78,6 @@ def start_ray(placement: Placement, log: Path | None = None, held: bool = False)
         raise ConfigError(_unreachable(address, str(error).splitlines()[0])) from None
 
 
-def drop_ray() -> None:
-    """Leave the cluster at once; the local head, if there is one, is killed with all that runs on it."""
-    ray.shutdown()
-    while heads:
-        heads.pop().kill()
-
-
 @contextlib.contextmanager
 def stopping_ray() -> Iterator[None]:
     """Leave the cluster; the local head, if there is one, ends beside what is done inside."""
