@@ -28,7 +28,6 @@ CONNECT_S = 10.0
 """How long a head may take to accept a connection."""
 HELD_LINES = 1000
 """How much Ray's client may say before there is a file for it."""
-_held = MemoryHandler(HELD_LINES, flushLevel=logging.CRITICAL + 1)
 
 
 def start_ray(placement: Placement, log: Path | None = None, held: bool = False) -> None:
@@ -52,9 +51,9 @@ def start_ray(placement: Placement, log: Path | None = None, held: bool = False)
         "logging_level": "warning",
     }
     if held:
-        _client_says(_held)
+        _set_client_handler(MemoryHandler(HELD_LINES, flushLevel=logging.CRITICAL + 1))
     elif log is not None:
-        _client_says(_file(log))
+        _set_client_handler(_file(log))
     if address is None:
         head = ray_heads[0] if ray_heads else RayHead(placement.cpus)
         ray_heads[:] = [head]
@@ -64,8 +63,6 @@ def start_ray(placement: Placement, log: Path | None = None, held: bool = False)
         os.environ.update(environment)
         RayConfig.initialize("")  # reads the environment again: a new head may want a token, by Ray's own choice
         ray.init(address=address, **common)
-        if held:
-            _client_says(_held)  # Ray forgets handlers in init
         return
     _check_reachable(address)
     try:
@@ -76,6 +73,13 @@ def start_ray(placement: Placement, log: Path | None = None, held: bool = False)
         ) from None
     except ConnectionError as error:
         raise ConfigError(_unreachable(address, str(error).splitlines()[0])) from None
+
+
+def drop_ray() -> None:
+    """Leave the cluster at once; the local head, if there is one, is killed with all that runs on it."""
+    ray.shutdown()
+    while ray_heads:
+        ray_heads.pop().kill()
 
 
 @contextlib.contextmanager
@@ -95,9 +99,11 @@ def log_ray(log: Path) -> None:
     """Write what a local head and Ray's client here say to ``log``, after what `start_ray` has held of it."""
     for head in ray_heads:
         head.log_to(log)
-    _held.setTarget(handler := _file(log))
-    _held.flush()
-    _client_says(handler)
+    (held,) = logging.getLogger("ray").handlers
+    assert isinstance(held, MemoryHandler)
+    held.setTarget(handler := _file(log))
+    held.close()
+    _set_client_handler(handler)
 
 
 def _file(log: Path) -> logging.Handler:
@@ -106,7 +112,7 @@ def _file(log: Path) -> logging.Handler:
     return handler
 
 
-def _client_says(handler: logging.Handler) -> None:
+def _set_client_handler(handler: logging.Handler) -> None:
     """Send the remarks of Ray's client in this process to ``handler`` instead of the console."""
     handler.setLevel(logging.WARNING)
     logging.getLogger("ray").handlers[:] = [handler]

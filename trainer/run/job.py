@@ -29,7 +29,7 @@ from trainer.cluster.folders import check_run_dir, new_run_dir
 from trainer.cluster.head import RayHeadFailed, prestarted_head
 from trainer.cluster.placement import Placement, plan
 from trainer.cluster.preflight import check_machine
-from trainer.cluster.ray_cluster import log_ray, reserve_pools, start_ray, stopping_ray
+from trainer.cluster.ray_cluster import drop_ray, log_ray, reserve_pools, start_ray, stopping_ray
 from trainer.run import attempts, config_changes, recovery
 from trainer.run.checkpoints import Checkpoints, step_of
 from trainer.run.controller import Controller
@@ -214,8 +214,7 @@ def workers_ahead(config: Config, run_dir: Path) -> Iterator[list[Workers]]:
             yield [launch(config, run_dir, reserve_pools(placement, config.cluster.startup_timeout_s, print))]
     finally:
         interruptible()
-        with stopping_ray():  # in order: agents of a raylet that is killed outlive it
-            pass
+        drop_ray()
 
 
 def join(placement: Placement, log: Path | None = None, held: bool = False) -> None:
