@@ -86,7 +86,6 @@ class Supervised:
     ) -> None:
         self.who, self.index, self._spawn, self._config, self._kill = who, index, spawn, config, kill
         self._actor = spawn(index)
-        self._arguments: tuple[Any, ...] = ()
         self.in_flight: dict[int, Any] = {}
         """Work that the actor has, by number; its load is how much that is."""
         self.failure: WorkerLost | None = None
@@ -164,17 +163,17 @@ class Supervised:
             self._kill(self._actor)
         return self.failure or self._replaced()
 
-    async def start(self, log: str, *arguments: Any) -> None:
-        """Start the engine for the first time; ``arguments`` are those of the actor's ``start``, then and whenever it restarts.
+    async def start(self, log: str) -> None:
+        """Start the engine for the first time.
 
         Raises:
             StartFailed: it cannot start, or did not within ``cluster.startup_timeout_s``.
             WorkerLost: its process or node was lost.
         """
-        limit, self._arguments = self._config.cluster.startup_timeout_s, arguments
+        limit = self._config.cluster.startup_timeout_s
         try:
             async with asyncio.timeout(limit):
-                await started(self.who, log, self._actor.start.remote(*arguments))
+                await started(self.who, log, self._actor.start.remote())
         except TimeoutError:
             reason = f"{self.who} did not start within cluster.startup_timeout_s={limit:g}. Its log is {log}."
             raise StartFailed(reason) from None
@@ -189,7 +188,7 @@ class Supervised:
         self._actor, self.failure, self.starting = self._spawn(self.index), None, True
         self.lost.clear()
         try:
-            await self.call("start", *self._arguments, limit_s=self._config.cluster.startup_timeout_s)
+            await self.call("start", limit_s=self._config.cluster.startup_timeout_s)
         except WorkerLost:
             raise
         except Exception as error:
@@ -228,9 +227,9 @@ class SupervisedGroup:
         self._changed = asyncio.Event()
         """Set when an actor was admitted, or will not be started again."""
 
-    async def start(self, *arguments: Any) -> None:
-        """Start all engines; as `Supervised.start`."""
-        await asyncio.gather(*(worker.start(self.log(worker.index), *arguments) for worker in self.workers))
+    async def start(self) -> None:
+        """Start all engines; raises as `Supervised.start` does."""
+        await asyncio.gather(*(worker.start(self.log(worker.index)) for worker in self.workers))
 
     def up(self) -> list[int]:
         """Actors that serve the current weights and take work."""

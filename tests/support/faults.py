@@ -13,17 +13,11 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from rlframe.config import ConfigError
 from workers.environments.arithmetic import Arithmetic
 from workers.environments.base import FatalRewardError, RewardError, StepResult
 
 KILL, STOP, NODE = 8, 9, range(24, 32)
 """Numbers of the prompts that kill their worker, stop it (it hangs), and take its node away if it is the doomed one."""
-
-
-def in_a_worker():
-    """Whether this process is an actor's; the driver reads its problems while Ray runs, too."""
-    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 class Faulty(Arithmetic):
@@ -135,17 +129,8 @@ class BreaksAtStart(Arithmetic):
 
     def __init__(self, task, tokenizer, *, seed, eval_size):
         super().__init__(task, tokenizer, seed=seed, eval_size=eval_size)
-        if in_a_worker():
+        if ray.is_initialized():
             raise MemoryError("the accelerator is full,\nas it was yesterday")
-
-
-class WaitsInTheDriver(Arithmetic):
-    """Waits in the driver for the file ``task.options.until``, and is refused then."""
-
-    def __init__(self, task, tokenizer, *, seed, eval_size):
-        while not Path(task.options["until"]).exists():
-            time.sleep(0.05)
-        raise ConfigError("task.options: these problems are no good.")
 
 
 class HangsAtStart(Arithmetic):
@@ -153,6 +138,6 @@ class HangsAtStart(Arithmetic):
 
     def __init__(self, task, tokenizer, *, seed, eval_size):
         super().__init__(replace(task, options={}), tokenizer, seed=seed, eval_size=eval_size)
-        if in_a_worker():
+        if ray.is_initialized():
             Path(task.options["mark"]).touch()
             time.sleep(3600)

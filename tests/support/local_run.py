@@ -74,10 +74,10 @@ async def _attempt(config, run_dir, resume, signals, worker, rank, conclusion):
     tracker = Tracker(config, run_dir, inputs.tokenizer, step)
     rollouts = rollout_group(config, inputs, worker)
     evaluators = rollout_group(evaluator_config(config), inputs, worker) if serves_other_weights(config.rollout) else rollouts
-    learner = LocalLearner([Actor(rank, config, 0, None, critic_names(config))])
+    learner = LocalLearner([Actor(rank, config, inputs.model_path, 0, None, critic_names(config))])
     controller = None
     try:
-        await asyncio.gather(learner.start(inputs.model_path), *(group.start() for group in {rollouts, evaluators}))
+        await asyncio.gather(*(group.start() for group in {rollouts, evaluators, learner}))
         controller = make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
         if checkpoint:
             await learner.load(str(checkpoint))

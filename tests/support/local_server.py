@@ -67,10 +67,10 @@ class LocalServer:
 
     async def _serve(self):
         self.base = Base.read(self.config)
-        rank = Actor(LocalRank, self.config, 0, None, threaded=True)
+        rank = Actor(LocalRank, self.config, self.base.path, 0, None, threaded=True)
         self.rank, self.samplers = rank.instance, []
         group, samplers = LocalGroup([rank]), SamplerGroup(self.config, self._spawn, kill=kill)
-        await asyncio.gather(group._all("start", "", self.base.path), samplers.start())
+        await asyncio.gather(group._all("start", ""), samplers.start())
         keys = Keys({ALICE: "alice", BOB: "bob"})
         self.service = await make_service(self.config, self.base, keys, self.folder / "state", group, samplers)
         app = make_app(self.service, self.config.server.max_request_mb * 2**20)

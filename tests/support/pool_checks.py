@@ -43,7 +43,7 @@ def main(head: str, dashboard: str) -> None:
         nodes = placement_group_table(pool.group)["bundles_to_node_id"]
         found[name] = [ips[nodes[bundle]] for bundle in pool.bundles]
     found["busy"] = refusal(job(head, 4, 1))
-    rank = ray.remote(LearnerRank).options(num_cpus=1, **pools["learner"].options(0)).remote(config, 0, None)
+    rank = ray.remote(LearnerRank).options(num_cpus=1, **pools["learner"].options(0)).remote(config, "", 0, None)
     found["meet_at"] = ray.get(rank.address.remote())
     found["ray"] = Cluster(dashboard).ray_version
     print(json.dumps(found))

@@ -61,12 +61,12 @@ def run_on(cluster, run_dir, marks):
         inputs = read_inputs(config)
         tracker = Tracker(config, run_dir, inputs.tokenizer, -1)
         requests = {group.name: group for group in plan(config).groups}
-        learner = WaitingLearner.launch(config, str(run_dir / "logs"), pool(requests["learner"]))
-        await learner.start(inputs.model_path)
+        learner = WaitingLearner.launch(config, inputs.model_path, str(run_dir / "logs"), pool(requests["learner"]))
+        await learner.start()
         doomed = cluster.add_node(num_cpus=1)
         (marks / "doomed").write_text(doomed.node_id)
-        rollouts = RolloutGroup.launch(config, str(run_dir / "logs"), pool(requests["rollout"]))
-        await rollouts.start(inputs.model_path)
+        rollouts = RolloutGroup.launch(config, inputs.model_path, str(run_dir / "logs"), pool(requests["rollout"]))
+        await rollouts.start()
         controller = make_controller(config, inputs, run_dir, rollouts, rollouts, learner, tracker)
 
         async def all_back(restarts):

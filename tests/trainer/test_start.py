@@ -132,31 +132,6 @@ def test_a_signal_ends_a_run_whose_engines_start(tmp_path):
     assert "Traceback" not in console(run_dir) and not (run_dir / "config.yaml").exists()
 
 
-@contextmanager
-def driver_whose_actors_wait(run_dir, until):
-    """A driver that reads its problems, which takes until the file ``until`` is there; its learner's process runs already."""
-    options = ("task.name=tests.support.faults:WaitsInTheDriver", f"task.options.until={until}")
-    with driver(run_dir, *options) as process:
-        wait_for(lambda: named(descendants(process.pid), "ray::LearnerRank") or process.poll() is not None)
-        yield process, descendants(process.pid)
-
-
-def test_a_signal_while_the_data_is_read_ends_the_actors_that_wait_for_it(tmp_path):
-    run_dir = tmp_path / "run"
-    with driver_whose_actors_wait(run_dir, tmp_path / "never") as (process, _):
-        assert ended_by(process, signal.SIGTERM) == 130, console(run_dir)
-    assert not console(run_dir) and not run_dir.exists()
-
-
-def test_data_that_is_refused_takes_the_actors_that_wait_for_it_with_it(tmp_path):
-    run_dir, until = tmp_path / "run", tmp_path / "until"
-    with driver_whose_actors_wait(run_dir, until) as (process, family):
-        until.touch()
-        assert process.wait(timeout=PATIENCE_S) == 2, console(run_dir)
-    assert console(run_dir) == "rlframe: task.options: these problems are no good.\n" and not run_dir.exists()
-    wait_for(lambda: not any(map(alive, family)))
-
-
 @pytest.mark.parametrize("command", ["train", "serve"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_run_or_a_server_whose_ray_starts(tmp_path, command, number):

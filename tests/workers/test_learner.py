@@ -55,9 +55,9 @@ def rank(monkeypatch):
         while built:
             built.pop().close()
         config = compose(["algorithm=bypass_pg_token_tis", *overrides])
-        learner = LearnerRank(config, 0, None, critic_names(config))
+        learner = LearnerRank(config, resolve_model(config.model), 0, None, critic_names(config))
         built.append(learner)
-        learner.start(learner.rendezvous(), resolve_model(config.model))
+        learner.start(learner.rendezvous())
         return learner
 
     yield build
@@ -69,7 +69,7 @@ def test_the_port_where_ranks_meet_is_held_from_when_it_is_named(monkeypatch):
     """Between its name and the group another process could take a port that is only looked for."""
     monkeypatch.setattr(learner_module, "_node_ip", lambda: "127.0.0.1")
     config = compose(["model.build.warmup_steps=0"])
-    ranks = [LearnerRank(config, 0, None) for _ in range(2)]
+    ranks = [LearnerRank(config, resolve_model(config.model), 0, None) for _ in range(2)]
     ports = {urlsplit(rank.rendezvous()).port for rank in ranks}
     assert len(ports) == 2
     for port in ports:

@@ -31,5 +31,5 @@ def test_a_rank_imports_the_loss_from_the_drivers_folder(tmp_path: Path, monkeyp
     config = Config(algorithm=AlgorithmConfig(policy_loss="loss_of_the_user:Mine"))
     with pytest.raises(ConfigError, match="cannot be imported"):
         Actor(session, config)
-    LearnerRank(config, 0, None, user_folder=str(user))
+    LearnerRank(config, "", 0, None, user_folder=str(user))
     assert Actor(session, config).loss.rules.loss.level == "token"

@@ -13,7 +13,7 @@ from tests.support.engines import alignment_error, checksum_of, perturbed, promp
 from tests.support.rollouts import config_of, model_folder, prompts_of
 from workers.engines.protocol import SamplingParams
 from workers.faults import Fault, Kind
-from workers.rollout.worker import RolloutProcess, RolloutWorker
+from workers.rollout.worker import RolloutWorker
 
 PARAMS = SamplingParams(max_new_tokens=6, logprobs=5)
 FIELDS = ("tokens", "action_mask", "logprobs", "head_ids", "head_logprobs", "versions", "rewards", "offsets")
@@ -220,9 +220,3 @@ def test_what_travels_is_flat_arrays(path):
 def test_an_unknown_engine_is_refused_by_name(path):
     with pytest.raises(ConfigError, match=r"rollout\.engine=vlm"):
         RolloutWorker(config_of(engine="vlm"), path)
-
-
-def test_what_a_process_cannot_import_is_said_when_it_starts(path):
-    process = RolloutProcess(config_of(engine="vlm"), 0, None, "/")
-    with pytest.raises(ConfigError, match=r"rollout\.engine=vlm"):
-        asyncio.run(process.start(path))

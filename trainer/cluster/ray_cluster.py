@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,14 @@ from workers.pools import Pool, reserve
 
 CONNECT_S = 10.0
 """How long a head may take to accept a connection."""
-HELD_LINES = 1000
-"""How much Ray's client may say before there is a file for it."""
 
 
-def start_ray(placement: Placement, log: Path | None = None, held: bool = False) -> None:
+def start_ray(placement: Placement, log: Path | None = None) -> None:
     """Join the cluster of ``placement.address``, or a head of our own (its CPUs are logical: as many as the job asks for).
 
     Args:
         placement: what the job asks for.
         log: file for the output of Ray's own processes and of its client here; None: stderr, and nowhere for the former.
-        held: keep both until `log_ray` names the file.
 
     Raises:
         ConfigError: no cluster answers there, or it refuses us.
@@ -45,15 +41,9 @@ def start_ray(placement: Placement, log: Path | None = None, held: bool = False)
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     address = placement.address
-    common: dict[str, Any] = {
-        "log_to_driver": False,
-        "configure_logging": log is None and not held,
-        "logging_level": "warning",
-    }
-    if held:
-        _set_client_handler(MemoryHandler(HELD_LINES, flushLevel=logging.CRITICAL + 1))
-    elif log is not None:
-        _set_client_handler(_file(log))
+    if log is not None:
+        _log_to(log)
+    common: dict[str, Any] = {"log_to_driver": False, "configure_logging": log is None, "logging_level": "warning"}
     if address is None:
         head = ray_heads[0] if ray_heads else RayHead(placement.cpus)
         ray_heads[:] = [head]
@@ -75,13 +65,6 @@ def start_ray(placement: Placement, log: Path | None = None, held: bool = False)
         raise ConfigError(_unreachable(address, str(error).splitlines()[0])) from None
 
 
-def drop_ray() -> None:
-    """Leave the cluster at once; the local head, if there is one, is killed with all that runs on it."""
-    ray.shutdown()
-    while ray_heads:
-        ray_heads.pop().kill()
-
-
 @contextlib.contextmanager
 def stopping_ray() -> Iterator[None]:
     """Leave the cluster; the local head, if there is one, ends while the body runs."""
@@ -95,25 +78,10 @@ def stopping_ray() -> Iterator[None]:
             ray_heads.pop().wait()
 
 
-def log_ray(log: Path) -> None:
-    """Write what a local head and Ray's client here say to ``log``, after what `start_ray` has held of it."""
-    for head in ray_heads:
-        head.log_to(log)
-    (held,) = logging.getLogger("ray").handlers
-    assert isinstance(held, MemoryHandler)
-    held.setTarget(handler := _file(log))
-    held.close()
-    _set_client_handler(handler)
-
-
-def _file(log: Path) -> logging.Handler:
+def _log_to(log: Path) -> None:
+    """Send the remarks of Ray's client in this process to ``log`` instead of the console."""
     handler = logging.FileHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    return handler
-
-
-def _set_client_handler(handler: logging.Handler) -> None:
-    """Send the remarks of Ray's client in this process to ``handler`` instead of the console."""
     handler.setLevel(logging.WARNING)
     logging.getLogger("ray").handlers[:] = [handler]
 

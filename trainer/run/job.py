@@ -1,8 +1,7 @@
 """From a composed config to a finished run: what is checked and started, in which order, and what is cleaned up.
 
-Everything that a user can get wrong, and everything that the cluster lacks, is found before engines start. A head of its own
-starts beside the driver's imports (`trainer.cluster.head`), and the actors' processes import there beside the checks of model
-and data (`workers_ahead`); a refusal takes them down. A cluster of others is joined after these checks.
+Everything that a user can get wrong is found before the run joins Ray, everything that the cluster lacks before engines start.
+A head of its own starts beside these checks (`trainer.cluster.head`), and a refusal takes it down.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from rlframe.models import resolve_model
 from rlframe.types import Prompt
 from trainer.cluster.folders import check_run_dir, new_run_dir
 from trainer.cluster.head import RayHeadFailed, prestarted_head
-from trainer.cluster.placement import Placement, plan
+from trainer.cluster.placement import plan
 from trainer.cluster.preflight import check_machine
-from trainer.cluster.ray_cluster import drop_ray, log_ray, reserve_pools, start_ray, stopping_ray
+from trainer.cluster.ray_cluster import reserve_pools, start_ray, stopping_ray
 from trainer.run import attempts, config_changes, recovery
 from trainer.run.checkpoints import Checkpoints, step_of
 from trainer.run.controller import Controller
@@ -69,16 +68,6 @@ class Inputs:
     """What the user should know of the data and the adapters."""
 
 
-@dataclass
-class Workers:
-    """The actors of an attempt, whose processes import; not started."""
-
-    rollouts: RolloutGroup
-    evaluators: RolloutGroup
-    """``rollouts``, unless those serve other weights than the actor's own."""
-    learner: LearnerGroup
-
-
 def train(config: Config) -> Path:
     """Run a job from its first step; returns the run directory.
 
@@ -89,19 +78,17 @@ def train(config: Config) -> Path:
     check(config)
     run_dir = new_run_dir(config.run_dir)
     interruptible()
-    resolve_model(config.model)  # a wrong path is refused without waiting for Ray
-    with workers_ahead(config, run_dir) as ahead:
-        inputs = read_inputs(config)
-        checkpoints = Checkpoints(run_dir, config.checkpoint)
-        with occupied(run_dir):
-            try:
-                replace(run_dir / "config.yaml", to_yaml(config))
-                attempts.repeat(config, checkpoints, None, partial(attempt, config, inputs, run_dir, ahead))
-            except BaseException:
-                if not (has_steps(run_dir) or any(checkpoints.root.iterdir())):  # nothing that a resume could continue
-                    for path in (run_dir / "config.yaml", id_file(run_dir)):
-                        path.unlink(missing_ok=True)
-                raise
+    inputs = read_inputs(config)
+    checkpoints = Checkpoints(run_dir, config.checkpoint)
+    with occupied(run_dir):
+        try:
+            replace(run_dir / "config.yaml", to_yaml(config))
+            attempts.repeat(config, checkpoints, None, partial(attempt, config, inputs, run_dir))
+        except BaseException:
+            if not (has_steps(run_dir) or any(checkpoints.root.iterdir())):  # nothing was made that a resume could continue
+                for path in (run_dir / "config.yaml", id_file(run_dir)):
+                    path.unlink(missing_ok=True)
+            raise
     return run_dir
 
 
@@ -132,12 +119,12 @@ def resume(run: str, overrides: list[str]) -> Path:
                 print(f"{run_dir} has done all its steps={config.steps}; give a larger number to continue.")
                 return run_dir
         check_machine(config)
-        with prestarted_head(plan(config)), workers_ahead(config, run_dir) as ahead:
+        with prestarted_head(plan(config)):
             inputs = read_inputs(config, checkpoint is not None and recovery.held_out_by_tokens(checkpoint))
             if checkpoint is not None:
                 recovery.check_prompts(checkpoint, inputs.stream)
             replace(run_dir / "config.yaml", to_yaml(config))
-            attempts.repeat(config, checkpoints, checkpoint, partial(attempt, config, inputs, run_dir, ahead))
+            attempts.repeat(config, checkpoints, checkpoint, partial(attempt, config, inputs, run_dir))
     return run_dir
 
 
@@ -198,45 +185,7 @@ def read_inputs(config: Config, held_out_by_tokens: bool = False) -> Inputs:
     return Inputs(model_path, tokenizer, environment, stream, eval_prompts, text_config.vocab_size, notes)
 
 
-@contextlib.contextmanager
-def workers_ahead(config: Config, run_dir: Path) -> Iterator[list[Workers]]:
-    """Join a head of our own and create the actors of the first attempt there; none on a cluster of others.
-
-    Yields:
-        These actors, for the first attempt to take. What is left of Ray afterwards is taken down.
-    """
-    placement = plan(config)
-    try:
-        if placement.address is not None:
-            yield []
-        else:
-            join(placement, held=True)
-            yield [launch(config, run_dir, reserve_pools(placement, config.cluster.startup_timeout_s, print))]
-    finally:
-        interruptible()
-        drop_ray()
-
-
-def join(placement: Placement, log: Path | None = None, held: bool = False) -> None:
-    """`start_ray`, in which a signal is a KeyboardInterrupt as everywhere.
-
-    Raises:
-        ConfigError: as `start_ray`.
-        RunFailed: no local head starts.
-    """
-    try:
-        start_ray(placement, log, held)
-    except RayHeadFailed as error:
-        raise RunFailed(str(error)) from None
-    except SystemExit:  # of Ray's own handler of SIGTERM
-        raise KeyboardInterrupt from None
-    finally:
-        interruptible()
-
-
-def attempt(
-    config: Config, inputs: Inputs, run_dir: Path, ahead: list[Workers], checkpoint: Path | None, restarts: int = 0
-) -> None:
+def attempt(config: Config, inputs: Inputs, run_dir: Path, checkpoint: Path | None, restarts: int = 0) -> None:
     """Start the cluster's part, train, and take it down again, whatever happens.
 
     What blocks comes first, outside of an event loop, where a signal ends it at once.
@@ -245,7 +194,6 @@ def attempt(
         config: the job.
         inputs: what it reads.
         run_dir: where it writes.
-        ahead: actors that wait for their start, of which this attempt takes the last; empty: it creates its own.
         checkpoint: where it continues; None: at the start.
         restarts: attempts of this run that died before.
 
@@ -257,18 +205,16 @@ def attempt(
     state: dict[str, Any] = recovery.read_state(checkpoint) if checkpoint else {"step": -1, "wandb_id": None}
     tracker: Tracker | None = None
     try:
-        log = run_dir / "logs" / "ray.log"
-        if ahead:
-            log_ray(log)
-        else:
-            join(placement, log)
+        start_ray(placement, run_dir / "logs" / "ray.log")
+        interruptible()
         tracker = Tracker(config, run_dir, inputs.tokenizer, state["step"], state["wandb_id"])
-        if not ahead:
-            pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
-            ahead.append(launch(config, run_dir, pools))
-        asyncio.run(work(config, inputs, run_dir, checkpoint, restarts, tracker, ahead.pop()))
+        pools = reserve_pools(placement, config.cluster.startup_timeout_s, tracker.say)
+        asyncio.run(work(config, inputs, run_dir, checkpoint, restarts, tracker, pools))
+    except RayHeadFailed as error:
+        raise RunFailed(str(error)) from None
+    except SystemExit:  # of Ray's own handler of SIGTERM, while Ray starts
+        raise KeyboardInterrupt from None
     finally:
-        ahead.clear()
         interruptible()
         with stopping_ray():
             if tracker is not None:
@@ -282,9 +228,9 @@ async def work(
     checkpoint: Path | None,
     restarts: int,
     tracker: Tracker,
-    workers: Workers,
+    pools: dict[str, Pool],
 ) -> None:
-    """Start ``workers``, train, and end them again; the rest is as in `attempt`."""
+    """Start engines and ranks in ``pools``, train, and end them again; the rest is as in `attempt`."""
     controller: Controller | None = None
     task = asyncio.current_task()
     assert task is not None
@@ -294,7 +240,7 @@ async def work(
         for note in inputs.notes:
             tracker.say(note)
         inputs.stream.position, inputs.stream.returned = 0, []
-        controller = await start_workers(config, inputs, run_dir, tracker, workers)
+        controller = await start_workers(config, inputs, run_dir, tracker, pools)
         tracker.note("engines and learner are up")
         if checkpoint:
             await controller.learner.load(str(checkpoint))
@@ -312,21 +258,22 @@ async def work(
             await attempts.close(controller)
 
 
-def launch(config: Config, run_dir: Path, pools: dict[str, Pool]) -> Workers:
-    """Create engines' and ranks' actors, each in its pool; `start_workers` starts them."""
+async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker, pools: dict[str, Pool]) -> Controller:
+    """Start engines and learner ranks side by side, each in its pool, and hand them to a controller."""
     logs = str(run_dir / "logs")
-    rollouts = evaluators = RolloutGroup.launch(config, logs, pools["rollout"])
+    rollouts = evaluators = RolloutGroup.launch(config, inputs.model_path, logs, pools["rollout"])
     if serves_other_weights(config.rollout):
-        rest = pools["rollout"].starting_at(config.rollout.workers)
-        evaluators = RolloutGroup.launch(evaluator_config(config), f"{logs}/evaluation", rest)
-    return Workers(rollouts, evaluators, LearnerGroup.launch(config, logs, pools["learner"], critic_names(config)))
-
-
-async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: Tracker, workers: Workers) -> Controller:
-    """Start engines and learner ranks side by side on the model, and hand them to a controller."""
-    logs, limit, path = str(run_dir / "logs"), config.cluster.startup_timeout_s, inputs.model_path
-    starts = [group.start(path) for group in {workers.rollouts, workers.evaluators}]
-    starts.append(started("The learner", f"{logs}/learner_*.log", workers.learner.start(path)))
+        (run_dir / "logs" / "evaluation").mkdir(exist_ok=True)
+        evaluators = RolloutGroup.launch(
+            evaluator_config(config),
+            inputs.model_path,
+            f"{logs}/evaluation",
+            pools["rollout"].starting_at(config.rollout.workers),
+        )
+    learner = LearnerGroup.launch(config, inputs.model_path, logs, pools["learner"], critic_names(config))
+    limit = config.cluster.startup_timeout_s
+    starts = [group.start() for group in {rollouts, evaluators}]
+    starts.append(started("The learner", f"{logs}/learner_*.log", learner.start()))
     try:
         async with asyncio.timeout(limit):
             await asyncio.gather(*starts)
@@ -334,7 +281,7 @@ async def start_workers(config: Config, inputs: Inputs, run_dir: Path, tracker: 
         raise StartFailed(
             f"Engines and learner did not start within cluster.startup_timeout_s={limit:g}; see {logs}."
         ) from None
-    return make_controller(config, inputs, run_dir, workers.rollouts, workers.evaluators, workers.learner, tracker)
+    return make_controller(config, inputs, run_dir, rollouts, evaluators, learner, tracker)
 
 
 def evaluator_config(config: Config) -> Config:

@@ -143,11 +143,11 @@ async def _serve(
         loop.add_signal_handler(number, task.cancel)
     try:
         logs = str(run_dir / "logs")
-        group = SessionGroup.launch(config, logs, pools["learner"])
+        group = SessionGroup.launch(config, base.path, logs, pools["learner"])
         samplers = SamplerGroup.launch(config, base.path, logs, pools["rollout"])
         try:
             async with asyncio.timeout(config.cluster.startup_timeout_s):
-                await asyncio.gather(group.start(base.path), samplers.start())
+                await asyncio.gather(group.start(), samplers.start())
         except (StartFailed, WorkerLost) as error:
             raise RunFailed(str(error)) from None
         service = await make_service(config, base, keys, run_dir / "state", group, samplers)

@@ -50,9 +50,6 @@ class EngineSpec:
     owned: Mapping[str, str] = {}
     """Names in ``rollout.engine_args`` that are not the user's -> the end of "would overrule what ..."."""
 
-    def import_engine(self) -> None:
-        """Import what `make` will need, while the model is not known yet; optional, and it changes nothing else."""
-
     def make(self, config: Config, model_path: str, index: int) -> Engine:
         """The engine of rollout worker ``index``, not started.
 

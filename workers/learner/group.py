@@ -29,8 +29,8 @@ class LearnerGroup:
         self.ranks = ranks
 
     @classmethod
-    def launch(cls, config: Config, log_dir: str | None, pool: Pool, critics: tuple[str, ...] = ()) -> Self:
-        """Create the actors in ``pool``, which import; `start` makes them a group. ``critics``: see `LearnerRank`."""
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool, critics: tuple[str, ...] = ()) -> Self:
+        """Create the actors in ``pool``; `start` makes them a group. ``critics``: see `LearnerRank`."""
         actor = config.actor
         remote: Any = ray.remote(concurrency_groups={"files": 1})(cls.rank_class)  # type: ignore[call-overload]
         ranks = [
@@ -39,7 +39,7 @@ class LearnerGroup:
                 num_gpus=actor.gpus,
                 runtime_env={"env_vars": _environment(config)},
                 **pool.options(rank),
-            ).remote(config, rank, log_dir and f"{log_dir}/learner_{rank}.log", critics, os.getcwd())
+            ).remote(config, model_path, rank, log_dir and f"{log_dir}/learner_{rank}.log", critics, os.getcwd())
             for rank in range(actor.ranks)
         ]
         return cls(ranks)
@@ -55,10 +55,10 @@ class LearnerGroup:
     async def _all(self, method: str, *args: Any) -> list[Any]:
         return list(await asyncio.gather(*(getattr(rank, method).remote(*args) for rank in self.ranks)))
 
-    async def start(self, model_path: str) -> None:
-        """Form the process group and build the sessions on the base model in folder ``model_path``."""
+    async def start(self) -> None:
+        """Form the process group and build the sessions."""
         address = await self.ranks[0].rendezvous.remote()
-        await self._all("start", address, model_path)
+        await self._all("start", address)
 
     async def values(self, batch: SharedBatch) -> tuple[np.ndarray, np.ndarray]:
         """Values [N] and bootstrap values [B] of the whole batch."""

@@ -43,25 +43,28 @@ class LearnerRank:
     def __init__(
         self,
         config: Config,
+        model_path: str,
         rank: int,
         log_file: str | None,
         critics: tuple[str, ...] = (),
         user_folder: str | None = None,
     ) -> None:
-        """A rank that waits for `start`; what it needs is imported, nothing is loaded or written.
+        """A rank that waits for `start`.
 
         Args:
             config: the job.
+            model_path: folder of the base model.
             rank: this rank's number.
-            log_file: where its output goes from `join` on; None: where the process's goes.
+            log_file: where its output goes; None: where the process's goes.
             critics: names of the critic sessions, `workers.learner.roles.critic_names` of a run.
             user_folder: where a custom policy loss is found: the driver's current directory.
         """
+        redirect_output(log_file)
         if user_folder is not None:
             find_modules_in(user_folder)
         torch.set_num_threads(config.actor.threads)
-        self.config, self.rank, self.ranks = config, rank, config.actor.ranks
-        self.log_file, self.critics = log_file, critics
+        self.config, self.model_path, self.rank, self.ranks = config, model_path, rank, config.actor.ranks
+        self.critics = critics
         self._store: dist.TCPStore | None = None
         on_gpu = config.cluster.device == "cuda" or (config.cluster.device == "auto" and config.actor.gpus > 0)
         self.device = torch.device("cuda" if on_gpu else "cpu")
@@ -81,7 +84,6 @@ class LearnerRank:
 
     def join(self, address: str) -> None:
         """Join the process group and seed this process."""
-        redirect_output(self.log_file)
         if interface := _interface_of(_node_ip()):  # gloo would take that of the host name, often the loopback's
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self._store is None:
@@ -94,10 +96,9 @@ class LearnerRank:
         self.mesh = init_device_mesh(self.device.type, (self.ranks,))
         _seed_everything(self.config.seed * 1000 + self.rank)
 
-    def start(self, address: str, model_path: str) -> None:
-        """Join the process group and build backbones, on the base model in folder ``model_path``, sessions and roles."""
+    def start(self, address: str) -> None:
+        """Join the process group and build backbones, sessions and roles."""
         self.join(address)
-        self.model_path = model_path
         actor, critic = self.config.actor, self.config.critic
         policy_backbone = self._backbone(trainable=actor.mode == "full")
         self.actor = Actor(policy_backbone.create_session("actor", actor_spec(self.config)), self.config)

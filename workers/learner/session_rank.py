@@ -20,10 +20,9 @@ from workers.learner.rank import LearnerRank
 class SessionRank(LearnerRank):
     """Ray actor: one rank with one frozen backbone and any number of LoRA sessions on it."""
 
-    def start(self, address: str, model_path: str) -> None:
+    def start(self, address: str) -> None:
         """Join the process group and load the base model."""
         self.join(address)
-        self.model_path = model_path
         self.backbone = self._backbone(trainable=False)
 
     def linear_modules(self) -> dict[str, list[str]]:

@@ -65,8 +65,8 @@ class RolloutGroup(SupervisedGroup):
         """Restarts that a worker had had when it last took weights."""
 
     @classmethod
-    def launch(cls, config: Config, log_dir: str | None, pool: Pool) -> RolloutGroup:
-        """Create the actors in ``pool``, which import; `start`, given the model's folder, starts their engines."""
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool) -> RolloutGroup:
+        """Create the actors in ``pool``; `start` starts their engines."""
         rollout, folder = config.rollout, os.getcwd()
         remote: Any = ray.remote(RolloutProcess)
 
@@ -77,7 +77,7 @@ class RolloutGroup(SupervisedGroup):
                 max_concurrency=CALLS,
                 max_restarts=0,
                 **pool.options(i),
-            ).remote(config, i, log_dir and _log(log_dir, i), folder)
+            ).remote(config, model_path, i, log_dir and _log(log_dir, i), folder)
 
         return cls(config, spawn, log_dir)
 

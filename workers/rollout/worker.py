@@ -20,7 +20,7 @@ import numpy as np
 from rlframe.seeding import derive_seed
 from rlframe.types import Batch, Prompt, Trajectory
 from workers.engines.protocol import Completion, Engine, EngineDeadError, SamplingParams, WeightUpdate
-from workers.engines.registry import engine_spec, make_engine
+from workers.engines.registry import make_engine
 from workers.environments.base import Environment
 from workers.environments.registry import make_environment
 from workers.environments.task_checks import eval_size
@@ -352,27 +352,20 @@ class RolloutWorker:
 
 
 class RolloutProcess(RolloutWorker):
-    """A rollout worker as an actor: it imports before its model is known, and `start` makes it a `RolloutWorker`."""
+    """A rollout worker as an actor: `start` raises what the constructor raised, whole; Ray would pass on a text of it."""
 
-    def __init__(self, config: Config, index: int, log_file: str | None, user_folder: str) -> None:
-        self._arguments = config, index, log_file, user_folder
-        with (
-            contextlib.suppress(Exception),
-            without_garbage_collection(),
-        ):  # what fails here fails again in `start`, which says so
-            import transformers  # noqa: F401
-
-            engine_spec(config.rollout.engine).import_engine()
-
-    async def start(self, model_path: str) -> None:  # type: ignore[override]
-        """Build environment and engine on the model in folder ``model_path``, and start the engine.
-
-        The log has the traceback of what prevents that. Ray would pass on a text of what a constructor raised; this raises it
-        whole.
-        """
-        config, index, log_file, user_folder = self._arguments
+    def __init__(self, *arguments: Any) -> None:
+        self._broken: Exception | None = None
         try:
-            RolloutWorker.__init__(self, config, model_path, index, log_file, user_folder)
+            super().__init__(*arguments)
+        except Exception as error:
+            self._broken = error
+
+    async def start(self) -> None:
+        """Start the engine; the log has the traceback of what prevents that."""
+        try:
+            if self._broken is not None:
+                raise self._broken
             await super().start()
         except Exception:
             traceback.print_exc()

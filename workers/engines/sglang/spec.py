@@ -47,10 +47,6 @@ class SGLangSpec(EngineSpec):
         "port": "the worker decides",
     }
 
-    def import_engine(self) -> None:
-        """See `EngineSpec.import_engine`."""
-        import workers.engines.sglang.engine  # noqa: F401
-
     def make(self, config: Config, model_path: str, index: int) -> Engine:
         """Build the engine of one rollout worker; worker ``index`` has the address of that number, where there are any."""
         from workers.engines.sglang.engine import SGLangEngine

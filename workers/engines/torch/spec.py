@@ -22,10 +22,6 @@ class TorchSpec(EngineSpec):
     serves_adapters = True
     takes_arguments = False
 
-    def import_engine(self) -> None:
-        """See `EngineSpec.import_engine`."""
-        import workers.engines.torch.engine  # noqa: F401
-
     def make(self, config: Config, model_path: str, index: int) -> Engine:
         """Build the engine of one rollout worker; requests carry their seeds, so ``index`` changes nothing."""
         from workers.engines.torch.engine import TorchEngine

@@ -53,10 +53,6 @@ class VLLMSpec(EngineSpec):
         "worker_extension_cls": "weight sync needs",
     }
 
-    def import_engine(self) -> None:
-        """See `EngineSpec.import_engine`."""
-        import workers.engines.vllm.engine  # noqa: F401
-
     def make(self, config: Config, model_path: str, index: int) -> Engine:
         """Build the engine of one rollout worker."""
         from workers.engines.vllm.engine import VLLMEngine
