@@ -18,7 +18,7 @@ from trainer.run.checkpoints import Checkpoints
 from trainer.run.recovery import read_batches
 from trainer.settings.sections import CheckpointConfig
 
-TIMES = ("time/", "perf/", "idle/")
+TIMES = ("time/", "perf/", "idle/", "controller/")
 
 
 @dataclass(frozen=True)

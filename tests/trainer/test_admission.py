@@ -37,8 +37,7 @@ async def simulate(shape, rollout_s, train_s, steps, full=False, at_once=inf, dr
     buffer = Buffer(*shape)
     admission = Admission(shape[0], buffer.capacity, full)
     buffer.limit = admission.limit
-    now, version, admitted = 0.0, 0, 0
-    queue, running, began, history = [], [], {}, History()
+    now, version, admitted, queue, running, began, history = 0.0, 0, 0, [], [], {}, History()
 
     def start():
         while queue and len(running) < at_once:

@@ -43,6 +43,20 @@ NESTING = st.recursive(
 )
 
 
+ENVIRONMENT = """
+from dataclasses import replace
+
+from workers.environments.arithmetic import Arithmetic
+
+
+class Judged(Arithmetic):
+    def __init__(self, task, tokenizer, **kwargs):
+        assert {"nested", "auth_key", "url"} == set(task.options)
+        super().__init__(replace(task, options={}), tokenizer, **kwargs)
+"""
+"""A task with options that hold secrets."""
+
+
 @pytest.mark.parametrize("name", SECRETS)
 def test_names_of_secrets(name):
     assert is_secret(name) and is_secret(f"rollout.engine_args.{name}") and is_secret(f"{name}.inner")
@@ -143,14 +157,12 @@ def test_a_refusal_does_not_repeat_a_secret(capsys):
 @pytest.mark.slow
 def test_a_planted_secret_is_nowhere_in_a_run_directory_wandbs_files_or_the_report(tmp_path):
     """A whole run, in a process of its own, so that everything it prints is looked at as well."""
-    (tmp_path / "judged.py").write_text("def reward(response, row):\n    return 0.0\n")
-    rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(30)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "judged.py").write_text(ENVIRONMENT)
     command = [
         "train", "model.build.warmup_steps=0", "rollout=torch", "steps=2", "batch_size=8", "eval.size=8", "run_dir=run",
-        "log.wandb=offline", "checkpoint.every=1", "log.rollouts_every=1", "task=jsonl", "task.train=rows.jsonl",
-        "task.reward=judged:reward", f"task.template_args={{nested: {{secret_key: {PLANTED}}}, auth_key: {PLANTED}}}",
-        f"task.template_args.url=https://me:{PLANTED}@judge/v1",
+        "log.wandb=offline", "checkpoint.every=1", "log.rollouts_every=1", "task.name=judged:Judged",
+        f"task.options={{nested: {{secret_key: {PLANTED}}}, auth_key: {PLANTED}}}",
+        f"task.options.url=https://me:{PLANTED}@judge/v1",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     binary = [sys.executable, "-m", "trainer.cli.main"]

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlframe.config import ConfigError
 from rlframe.types import Batch, Trajectory
+from tests.support.kill_points import TIMES
 from tests.support.local_run import run
 from trainer.watch import samples
 from trainer.watch.rollouts_view import printable, show_rollouts
@@ -170,7 +171,7 @@ def test_a_run_writes_them_and_the_terminal_shows_them(tmp_path):
     watched = run(tmp_path, *options, "log.rollouts_every=1")
     unwatched = run(tmp_path / "unwatched", *options, "log.rollouts_every=0")
     for row, other in zip(watched, unwatched, strict=True):
-        for name in row.keys() - {name for name in row if name.startswith(("time/", "perf/", "idle/"))}:
+        for name in row.keys() - {name for name in row if name.startswith(TIMES)}:
             assert row[name] == other[name], f"{name}: looking changed what is trained"
     assert list(samples.sampled_steps(tmp_path)) == [1, 2]
     rows = samples.read(samples.sampled_steps(tmp_path)[2])

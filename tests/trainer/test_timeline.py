@@ -149,7 +149,7 @@ def test_a_run_records_every_episode_phase_and_sync(tmp_path) -> None:
     assert all(event.end >= event.begin for event in events)
     episodes = [event for event in events if event.what == "episode"]
     slots = [event.details["slot"] for event in episodes]
-    assert len(set(slots)) == len(slots) >= 3 * 16 and {event.row for event in episodes} == {"rollout/0", "rollout/1"}
+    assert len(set(slots)) == len(slots) >= 3 * 8 and {event.row for event in episodes} == {"rollout/0", "rollout/1"}
     assert all(event.details["tokens"] >= 1 and event.details["finish"] in ("stop", "length") for event in episodes)
     for row in rows[1:]:  # the phases of a step are its timers
         phases = {e.what: e.end - e.begin for e in events if e.row == "learner" and e.details["step"] == row["step"]}

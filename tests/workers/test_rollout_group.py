@@ -24,11 +24,11 @@ class Recorded(RolloutWorker):
         super().__init__(*arguments)
         self.sampled = []
 
-    async def _advance(self, episode):
+    async def _piece(self, episode):
         self.sampled.append(episode.prompt.index)
         if episode.prompt.payload.get("deadly"):
             await self.engine.close()
-        return await super()._advance(episode)
+        return await super()._piece(episode)
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,15 @@ def test_every_column_is_put_once_and_goes_only_to_those_who_read_it():
     first, second, third, actor = (view for _, view in seen)
     assert set(first.columns) == {"tokens", "action_mask", "prompt_ids", "indices"}
     assert set(second.columns) == set(third.columns) == {*first.columns, "values", "returns"}
-    assert set(actor.columns) == set(batch.columns) - {"values", "returns", "bootstrap"}
+    assert set(actor.columns) == set(batch.columns) - {
+        "values",
+        "returns",
+        "bootstrap",
+        "piece",
+        "last",
+        "actions_before",
+        "reward_before",
+    }
     for view in (second, actor):
         for name, column in view.columns.items():
             np.testing.assert_array_equal(column, batch.columns[name])

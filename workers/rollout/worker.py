@@ -273,24 +273,16 @@ class RolloutWorker:
         self._news.set()
 
     async def _advance(self, episode: LiveEpisode, slot: int | None) -> Trajectory | Fault:
-        """The next piece of an episode (its trajectory, where it is not cut), or why there is none. An evaluation has no slot."""
+        """The next piece of an episode (its trajectory, where it is not cut), or why there is none; of a slot or held out."""
         begin = time.time()
         result = await self._piece(episode)
-        what = "held-out episode" if slot is None else "episode"
         if isinstance(result, Fault):
-            self._record("rollout", what, begin, slot=slot, fault=result.kind.value)
+            details: dict[str, Any] = {"fault": result.kind.value}
         else:
-            versions = result.versions[result.action_mask]
-            self._record(
-                "rollout",
-                what,
-                begin,
-                slot=slot,
-                tokens=len(versions),
-                version=int(versions.min(initial=versions.max(initial=-1))),
-                turns=result.metadata.get("turns"),
-                finish=result.finish,
-            )
+            versions = result.versions[result.action_mask].tolist()
+            details = {"tokens": len(versions), "version": min(versions, default=None), "finish": result.finish}
+            details |= {"turns": result.metadata["turns"]} if "turns" in result.metadata else {}
+        self._record("rollout", "held-out episode" if slot is None else "episode", begin, slot=slot, **details)
         return result
 
     def _record(self, row: str, what: str, begin: float, **details: Any) -> None:
