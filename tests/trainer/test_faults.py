@@ -17,6 +17,7 @@ from trainer.settings.checks import check
 from trainer.settings.compose import compose
 from trainer.watch.tracking import Tracker
 from workers.learner.group import LearnerGroup
+from workers.learner.roles import critic_names
 from workers.pools import reserve
 from workers.rollout.group import RolloutGroup
 
@@ -49,6 +50,12 @@ def pool(request):
     return reserve([request], PATIENCE_S, lambda: None)[request.name]
 
 
+async def until(condition):
+    """Wait for a condition; unlike a thread that waits, this ends when it is cancelled."""
+    while not condition():
+        await asyncio.sleep(0.1)
+
+
 def run_on(cluster, run_dir, marks):
     """A job on a cluster that has room for the learner and one rollout worker on its head, and a node for the other."""
     config = compose([f"run_dir={run_dir}", *local.SMALL, *OPTIONS, f"task.options.marks={marks}"])
@@ -61,32 +68,34 @@ def run_on(cluster, run_dir, marks):
         inputs = read_inputs(config)
         tracker = Tracker(config, run_dir, inputs.tokenizer, -1)
         requests = {group.name: group for group in plan(config).groups}
-        learner = WaitingLearner.launch(config, inputs.model_path, str(run_dir / "logs"), pool(requests["learner"]))
+        logs = str(run_dir / "logs")
+        learner = WaitingLearner.launch(config, inputs.model_path, logs, pool(requests["learner"]), critic_names(config))
         await learner.start()
         doomed = cluster.add_node(num_cpus=1)
         (marks / "doomed").write_text(doomed.node_id)
-        rollouts = RolloutGroup.launch(config, inputs.model_path, str(run_dir / "logs"), pool(requests["rollout"]))
+        rollouts = RolloutGroup.launch(config, inputs.model_path, logs, pool(requests["rollout"]))
         await rollouts.start()
         controller = make_controller(config, inputs, run_dir, rollouts, rollouts, learner, tracker)
 
         async def all_back(restarts):
             """Learning waits until both workers are up again, so that the next fault finds them there."""
-            while controller.faults.counts["worker_restarts"] < restarts or rollouts.up() != [0, 1]:
-                await asyncio.sleep(0.1)
+            await until(lambda: controller.faults.counts["worker_restarts"] >= restarts and rollouts.up() == [0, 1])
             learner.may_learn.set()
 
         async def replace_node():
-            await asyncio.to_thread(wait_for, lambda: (marks / "killed").exists() and (marks / "stopped").exists())
+            await until(lambda: (marks / "killed").exists() and (marks / "stopped").exists())
             learner.may_learn.clear()
             await all_back(2)
-            await asyncio.to_thread(wait_for, (marks / "reached").exists)
+            await until((marks / "reached").exists)
             learner.may_learn.clear()
             cluster.remove_node(doomed, allow_graceful=False)
             cluster.add_node(num_cpus=1)
             await all_back(3)
 
         try:
-            await asyncio.gather(controller.run(), replace_node())
+            async with asyncio.TaskGroup() as together:
+                together.create_task(controller.run())
+                together.create_task(replace_node())
         finally:
             await rollouts.close()
             await learner.close()

@@ -143,7 +143,7 @@ async def _serve(
         loop.add_signal_handler(number, task.cancel)
     try:
         logs = str(run_dir / "logs")
-        group = SessionGroup.launch(config, base.path, logs, pools["learner"])
+        group = SessionGroup.launch(config, base.path, logs, pools["learner"], critics=())
         samplers = SamplerGroup.launch(config, base.path, logs, pools["rollout"])
         try:
             async with asyncio.timeout(config.cluster.startup_timeout_s):

@@ -29,7 +29,7 @@ class LearnerGroup:
         self.ranks = ranks
 
     @classmethod
-    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool, critics: tuple[str, ...] = ()) -> Self:
+    def launch(cls, config: Config, model_path: str, log_dir: str | None, pool: Pool, critics: tuple[str, ...]) -> Self:
         """Create the actors in ``pool``; `start` makes them a group. ``critics``: see `LearnerRank`."""
         actor = config.actor
         remote: Any = ray.remote(concurrency_groups={"files": 1})(cls.rank_class)  # type: ignore[call-overload]
